@@ -1,0 +1,363 @@
+"""The job: its fields, their limits, and how a job file becomes one.
+
+Every field is tagged identity or operational. Identity fields decide what the output is and are
+frozen by the plan; operational fields may change from one invocation of a job to the next.
+"""
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.fields import FieldInfo
+
+from bastion_batch.errors import JobFileError
+from bastion_batch.records import Method, SamplingParams
+
+Auto = Literal["auto"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+
+
+def identity(**kwargs: Any) -> Any:  # noqa: ANN401 - mirrors pydantic.Field
+    """Declare a field that decides what the output is."""
+    return Field(json_schema_extra={"identity": True}, **kwargs)
+
+
+def operational(**kwargs: Any) -> Any:  # noqa: ANN401 - mirrors pydantic.Field
+    """Declare a field that may change between invocations of one job."""
+    return Field(json_schema_extra={"identity": False}, **kwargs)
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, strict=False
+    )
+
+
+class InputConfig(_Section):
+    """Where the prompts are and how a row becomes one."""
+
+    path: str | tuple[str, ...] = operational()
+    """File, glob, directory, or a list of them; .jsonl and .parquet."""
+    prompt: str | None = identity(default=None)
+    """Column that holds the prompt's text."""
+    messages: str | None = identity(default=None)
+    """Column that holds a chat: a list of {role, content}."""
+    system: str | None = identity(default=None)
+    """System message put before every prompt."""
+    chat_template: bool | Auto = identity(default="auto")
+    """Wrap `prompt` as one user message; ``auto``: when the target's tokenizer has a template."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "InputConfig":
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give exactly one of `prompt` and `messages`")
+        if self.system is not None and self.chat_template is False:
+            raise ValueError("`system` needs the chat template, but `chat_template` is false")
+        return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The path or paths as a tuple."""
+        return (self.path,) if isinstance(self.path, str) else self.path
+
+
+class OutputConfig(_Section):
+    """Where the answers go and what is written beside them."""
+
+    path: str = operational()
+    """Directory of the output; it is created."""
+    steps: str = operational(default="auto")
+    """Step records: ``all``, ``sample:FRACTION`` of the rows, ``off``;
+    ``auto`` is all, and a sample above 100,000 rows."""
+    output_token_ids: bool = identity(default=False)
+    """Add the column `output_token_ids`."""
+    on_collision: Literal["error", "prefix", "drop_input"] = identity(default="error")
+    """What to do with an input column that has the name of one of ours."""
+    unit_rows: PositiveInt | Auto = identity(default="auto")
+    """Rows committed together as one file."""
+
+    @field_validator("steps")
+    @classmethod
+    def _known_steps(cls, value: str) -> str:
+        kind, _, fraction = value.partition(":")
+        if value in ("auto", "all", "off"):
+            return value
+        if kind == "sample" and re.fullmatch(r"0?\.\d+|1(\.0*)?", fraction) and float(fraction):
+            return value
+        raise ValueError(f"{value!r} is none of auto, all, off, sample:FRACTION (0 to 1)")
+
+
+class ModelConfig(_Section):
+    """The target and its drafter."""
+
+    target: str = identity()
+    """Built-in name, local directory or hub id."""
+    revision: str | None = identity(default=None)
+    """Revision of a hub target."""
+    drafter: str | None = operational(default="default")
+    """``default`` (the one built in for the target), directory, hub id, or null: no drafting."""
+    dtype: Dtype = identity(default="auto")
+    """One per job. ``auto``: bfloat16 on CUDA and on CPUs with bfloat16 units, else float32."""
+    trust_remote_code: Literal[False] = operational(default=False)
+    """Code from a checkpoint is never run."""
+
+
+class DecodingConfig(_Section):
+    """How completions are drawn. The method changes the speed and never the text."""
+
+    method: Method = operational(default="bastion")
+    """``ar`` plain, ``dflash`` chain, ``ddtree`` fixed tree, ``bastion`` adaptive tree."""
+    nodes_per_row: PositiveInt = operational(default=16)
+    """Drafted nodes per row of ``ddtree``."""
+    max_nodes: PositiveInt = operational(default=512)
+    """Most nodes of one pass, over all rows, for ``bastion``."""
+    temperature: NonNegativeFloat = identity(default=0.0)
+    """0 is greedy."""
+    top_k: PositiveInt | None = identity(default=None)
+    """Sample among the k most probable tokens."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = identity(default=1.0)
+    """Sample among the fewest tokens that hold this mass."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = identity(default=0.0)
+    """Sample among tokens at least this fraction as probable as the best."""
+    repetition_penalty: Annotated[float, Field(gt=0)] = identity(default=1.0)
+    """Above 1 discourages tokens of prompt and output."""
+    presence_penalty: float = identity(default=0.0)
+    """Subtracted from the logit of a token that the output holds."""
+    frequency_penalty: float = identity(default=0.0)
+    """Subtracted from a token's logit for each occurrence in the output."""
+    max_new_tokens: PositiveInt = identity(default=256)
+    """Most tokens of a completion."""
+    min_new_tokens: NonNegativeInt = identity(default=0)
+    """No stop token before this many tokens."""
+    ignore_eos: bool = identity(default=False)
+    """Go on after an end-of-sequence token."""
+    seed: int = identity(default=0)
+    """Seed of the job's sampling noise."""
+    samples_per_row: Annotated[int, Field(ge=1, le=2**31 - 1)] = identity(default=1)
+    """Completions of each row."""
+    stop: tuple[str, ...] = identity(default=())
+    """Strings that end a completion."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _not_empty(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty stop string would end every completion at once")
+        return value
+
+    @model_validator(mode="after")
+    def _min_below_max(self) -> "DecodingConfig":
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
+            )
+        return self
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The part that the engine needs for each request."""
+        names = SamplingParams.__dataclass_fields__
+        return SamplingParams(**{name: getattr(self, name) for name in names})
+
+
+class WorkersConfig(_Section):
+    """The processes that decode: one engine on one device each."""
+
+    count: PositiveInt | Auto = operational(default="auto")
+    """``auto``: one per GPU of the cluster, or one if it has none."""
+    device: Literal["auto", "cpu", "cuda"] = operational(default="auto")
+    """``auto``: CUDA where the worker is given a GPU."""
+    max_batch: PositiveInt | Auto = operational(default="auto")
+    """Most rows live in one engine."""
+    threads: PositiveInt | Auto = operational(default="auto")
+    """CPU threads of each worker; ``auto``: the node's cores divided by its workers."""
+
+
+class LimitsConfig(_Section):
+    """When a finished job counts as failed."""
+
+    max_failed: NonNegativeInt | str = operational(default="1%")
+    """Failed rows (samples counted) tolerated, a number or a percentage like ``1%``."""
+
+    @field_validator("max_failed")
+    @classmethod
+    def _count_or_percent(cls, value: int | str) -> int | str:
+        if isinstance(value, str) and not re.fullmatch(r"\d+(\.\d+)?%", value):
+            raise ValueError(f"{value!r} is neither a number nor a percentage like '1%'")
+        if isinstance(value, str) and float(value[:-1]) > 100:
+            raise ValueError(f"{value!r} is over 100%")
+        return value
+
+    def failed_rows_allowed(self, num_outputs: int) -> int:
+        """The limit as a count, of so many output rows."""
+        if isinstance(self.max_failed, int):
+            return self.max_failed
+        return int(num_outputs * float(self.max_failed[:-1]) / 100)
+
+
+class JobConfig(_Section):
+    """One job: a dataset of prompts in, a dataset of completions out."""
+
+    name: str = operational(default="job")
+    """For people; it appears in logs and reports."""
+    input: InputConfig
+    output: OutputConfig
+    model: ModelConfig
+    decoding: DecodingConfig = DecodingConfig()
+    workers: WorkersConfig = WorkersConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    def identity_fields(self) -> dict[str, Any]:
+        """The dotted names and values of the fields that decide what the output is."""
+        return {
+            name: getattr(section, field)
+            for name, section, field, info in _leaves(self)
+            if _is_identity(info)
+        }
+
+    def with_absolute_paths(self, base: Path) -> "JobConfig":
+        """The same job with local relative paths resolved against `base`."""
+        paths = tuple(_absolute(p, base) for p in self.input.paths)
+        return self.model_copy(
+            update={
+                "input": self.input.model_copy(
+                    update={"path": paths[0] if isinstance(self.input.path, str) else paths}
+                ),
+                "output": self.output.model_copy(
+                    update={"path": _absolute(self.output.path, base)}
+                ),
+            }
+        )
+
+
+def load_job(path: str | Path, overrides: Iterable[str] = ()) -> JobConfig:
+    """Read a job file, apply ``a.b=value`` overrides, expand ``${VAR}``, and validate.
+
+    Relative paths stay as written: `JobConfig.with_absolute_paths` resolves them.
+
+    Raises:
+        JobFileError: the file is missing, is not YAML, or does not describe a job.
+    """
+    file = Path(path)
+    try:
+        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise JobFileError(f"job file {file} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobFileError(f"job file {file} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise JobFileError(f"job file {file} is not YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise JobFileError(f"job file {file} holds {type(tree).__name__}, not a mapping")
+    for override in overrides:
+        _apply_override(tree, override)
+    return parse_job(_expand(tree), source=str(file))
+
+
+def parse_job(tree: Mapping[str, Any], source: str = "job") -> JobConfig:
+    """Validate a mapping as a job.
+
+    Raises:
+        JobFileError: naming every wrong field, its value, and the nearest known name.
+    """
+    try:
+        return JobConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = "\n".join(f"  {_explain(e)}" for e in error.errors())
+        raise JobFileError(f"{source} is not a valid job:\n{lines}") from None
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise JobFileError(f"--set {override!r} is not of the form section.field=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise JobFileError(f"--set {override!r}: the value is not YAML: {error}") from None
+    for key in keys[:-1]:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise JobFileError(f"--set {override!r}: {key!r} is not a section")
+    tree[keys[-1]] = value
+
+
+def _expand(value: Any) -> Any:  # noqa: ANN401 - any YAML value
+    """Replace ``${VAR}`` inside strings by the environment's value."""
+    if isinstance(value, dict):
+        return {k: _expand(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_expand(v) for v in value]
+    return re.sub(r"\$\{(\w+)\}", _variable, value) if isinstance(value, str) else value
+
+
+def _variable(match: re.Match[str]) -> str:
+    try:
+        return os.environ[match[1]]
+    except KeyError:
+        raise JobFileError(f"the environment has no variable {match[1]}: {match[0]}") from None
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    location = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = _known_names(error["loc"][:-1])
+        near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else f"; known here: {', '.join(known)}"
+        return f"unknown key {location!r}{hint}"
+    if error["type"] == "missing":
+        return f"{location}: required, and missing"
+    message = error["msg"].removeprefix("Value error, ")
+    given = error["input"]
+    shown = f" (given {given!r})" if isinstance(given, str | int | float | None) else ""
+    return f"{location}: {message}{shown}"
+
+
+def _known_names(location: Sequence[Any]) -> list[str]:
+    model: type[BaseModel] = JobConfig
+    for part in location:
+        annotation = model.model_fields[str(part)].annotation
+        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        model = annotation
+    return list(model.model_fields)
+
+
+def _leaves(job: JobConfig) -> Iterable[tuple[str, BaseModel, str, FieldInfo]]:
+    for name, info in JobConfig.model_fields.items():
+        value = getattr(job, name)
+        if isinstance(value, BaseModel):
+            for field, leaf in type(value).model_fields.items():
+                yield f"{name}.{field}", value, field, leaf
+        else:
+            yield name, job, name, info
+
+
+def _is_identity(info: FieldInfo) -> bool:
+    tags = info.json_schema_extra
+    assert isinstance(tags, dict) and "identity" in tags, "every field is tagged"
+    return bool(tags["identity"])
+
+
+def _absolute(path: str, base: Path) -> str:
+    return path if "://" in path else str(base / Path(path).expanduser())

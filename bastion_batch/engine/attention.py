@@ -1,0 +1,194 @@
+"""Attention of one packed pass: which rows are computed together and what each token sees.
+
+A pass is one sequence of tokens, row after row. Linear layers see exactly those tokens; attention
+runs once per batch of rows that lie side by side in the cache. Tokens of a row see the row's whole
+context and, among the row's own tokens, what the row's `visible` matrix says: ancestors in a tree,
+earlier tokens in a prompt, everything in a drafter's block.
+
+Shape letters: S tokens of the pass, B rows of a batch, T tokens of its longest row, K keys,
+H query heads, G key-value heads, Q = H / G query heads per key-value head, D head size.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bastion_batch.engine.cache import KVCache, Slot
+
+
+class PassRow(NamedTuple):
+    """One row's share of a pass: `num_tokens` tokens after the context in its slot."""
+
+    slot: Slot
+    num_tokens: int
+    visible: NDArray[np.bool_] | None
+    """`[num_tokens, num_tokens]`, row n marks what token n sees; None for a causal chunk."""
+
+    @property
+    def is_prompt(self) -> bool:
+        """Long causal chunks are attended to one by one: padding others to them would cost."""
+        return self.visible is None and self.num_tokens > 1
+
+
+class _Batch(NamedTuple):
+    slots: list[Slot]
+    start: int  # first token in the pass
+    stop: int
+    num_keys: int
+    places_S: Tensor  # flat cache places of its tokens
+    pad_BT: Tensor | None  # token of the pass for every padded place; None if nothing is padded
+    unpad_S: Tensor | None
+    mask: Tensor | None  # additive, [B, 1, T * Q, K]; None if every token sees all keys
+
+
+class AttentionPlan:
+    """How one pass attends; made once, used by every layer.
+
+    Rows must be given in the order of `pass_order`. Valid until a slot of the cache is opened,
+    closed or moved.
+
+    Args:
+        cache: holds the rows' slots; each has room for the row's tokens.
+        rows: what each row adds to its context.
+        num_q_heads: H.
+    """
+
+    def __init__(self, cache: KVCache, rows: Sequence[PassRow], num_q_heads: int) -> None:
+        self._cache = cache
+        self._batches: list[_Batch] = []
+        start = 0
+        for batch in _side_by_side(rows):
+            self._batches.append(_make_batch(cache, batch, start, num_q_heads))
+            start = self._batches[-1].stop
+
+    def attend(self, layer: int, queries_SHD: Tensor, keys_values: Tensor) -> Tensor:
+        """Store the tokens' keys and values `[S, 2, G, D]`, then attend: `[S, H * D]`."""
+        outputs = []
+        for batch in self._batches:
+            tokens = slice(batch.start, batch.stop)
+            self._cache.write(layer, batch.slots[0], batch.places_S, keys_values[tokens])
+            keys, values = self._cache.layer_view(layer, batch.slots, batch.num_keys)
+            outputs.append(_attend(batch, queries_SHD[tokens], keys, values))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+class StorePlan:
+    """Where a packed sequence of new context tokens goes, without attending to anything."""
+
+    def __init__(self, cache: KVCache, slots: Sequence[Slot], counts: Sequence[int]) -> None:
+        self._cache = cache
+        self._parts: list[tuple[Slot, Tensor, Tensor]] = []
+        start = 0
+        tokens: dict[int, tuple[Slot, list[int], list[int]]] = {}
+        for slot, count in zip(slots, counts, strict=True):
+            _, sources, places = tokens.setdefault(slot.capacity, (slot, [], []))
+            first = slot.first_entry + slot.length
+            sources.extend(range(start, start + count))
+            places.extend(range(first, first + count))
+            start += count
+        for slot, sources, places in tokens.values():
+            where = (_to(np.array(part), cache.device) for part in (sources, places))
+            self._parts.append((slot, *where))
+
+    def store(self, layer: int, keys_values: Tensor) -> None:
+        """Store the tokens' keys and values `[S, 2, G, D]` after their rows' contexts."""
+        for slot, sources, places in self._parts:
+            self._cache.write(layer, slot, places, keys_values[sources])
+
+
+def pass_order(slots: Sequence[Slot], is_prompt: Sequence[bool]) -> list[int]:
+    """The order in which rows must enter a pass, so that batches lie side by side."""
+    keys = [(p, s.capacity, s.index) for s, p in zip(slots, is_prompt, strict=True)]
+    return sorted(range(len(keys)), key=keys.__getitem__)
+
+
+def _side_by_side(rows: Sequence[PassRow]) -> list[list[PassRow]]:
+    batches: list[list[PassRow]] = []
+    for row in rows:
+        before = batches[-1][-1] if batches else None
+        if (
+            before is not None
+            and not before.is_prompt
+            and not row.is_prompt
+            and before.slot.capacity == row.slot.capacity
+            and before.slot.index + 1 == row.slot.index
+        ):
+            batches[-1].append(row)
+        else:
+            batches.append([row])
+    return batches
+
+
+def _make_batch(cache: KVCache, rows: list[PassRow], start: int, num_q_heads: int) -> _Batch:
+    device = cache.device
+    sizes = np.array([row.num_tokens for row in rows])
+    contexts = np.array([row.slot.length for row in rows])
+    longest = int(sizes.max())
+    num_keys = int((contexts + sizes).max())
+    ends = np.cumsum(sizes)
+    within = np.arange(ends[-1]) - np.repeat(ends - sizes, sizes)
+    first = np.array([row.slot.first_entry for row in rows]) + contexts
+    padded = bool((sizes != longest).any())
+    at_BT = np.arange(longest)[None, :]
+    pad_BT = (ends - sizes)[:, None] + np.minimum(at_BT, sizes[:, None] - 1)
+    unpad_S = np.repeat(np.arange(len(rows)) * longest, sizes) + within
+    return _Batch(
+        slots=[row.slot for row in rows],
+        start=start,
+        stop=start + int(ends[-1]),
+        num_keys=num_keys,
+        places_S=_to(np.repeat(first, sizes) + within, device),
+        pad_BT=_to(pad_BT.ravel(), device) if padded else None,
+        unpad_S=_to(unpad_S, device) if padded else None,
+        mask=_mask(cache, rows, longest, num_keys, num_q_heads // cache.num_kv_heads),
+    )
+
+
+def _mask(
+    cache: KVCache, rows: list[PassRow], longest: int, num_keys: int, fold: int
+) -> Tensor | None:
+    """Additive mask of a batch, or None where all see all.
+
+    A padded token sees what its row's last token does: a query that sees nothing gives NaN.
+    """
+    contexts = np.array([row.slot.length for row in rows])
+    own_BTT = np.zeros((len(rows), longest, longest), np.bool_)
+    for number, row in enumerate(rows):
+        size = row.num_tokens
+        own = np.tri(size, dtype=np.bool_) if row.visible is None else row.visible
+        own_BTT[number, :size, :size] = own
+        own_BTT[number, size:] = own_BTT[number, size - 1]
+    if own_BTT.all() and (contexts == contexts[0]).all():
+        return None
+    own = _to(own_BTT, cache.device)
+    beyond_BK = torch.arange(num_keys, device=cache.device) - _to(contexts, cache.device)[:, None]
+    in_own = (beyond_BK >= 0) & (beyond_BK < longest)
+    at = beyond_BK.clamp(0, longest - 1)[:, None, :].expand(-1, longest, -1)
+    visible = (beyond_BK < 0)[:, None, :] | (own.gather(2, at) & in_own[:, None, :])
+    mask = torch.zeros(visible.shape, dtype=cache.dtype, device=cache.device)
+    mask.masked_fill_(~visible, -torch.inf)
+    return mask.repeat_interleave(fold, 1)[:, None]
+
+
+def _attend(batch: _Batch, queries_SHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    num_rows, num_kv_heads = keys.shape[:2]
+    num_heads, head_dim = queries_SHD.shape[1:]
+    group = num_heads // num_kv_heads
+    queries = queries_SHD if batch.pad_BT is None else queries_SHD[batch.pad_BT]
+    # Query heads that share keys are folded into the query axis: one pass over the keys serves all.
+    queries = queries.view(num_rows, -1, num_kv_heads, group, head_dim).transpose(1, 2)
+    folded = queries.reshape(num_rows, num_kv_heads, -1, head_dim)
+    out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=batch.mask)
+    out = out.view(num_rows, num_kv_heads, -1, group, head_dim).transpose(1, 2)
+    out = out.reshape(-1, num_heads * head_dim)
+    return out if batch.unpad_S is None else out[batch.unpad_S]
+
+
+def _to(array: NDArray[np.generic], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

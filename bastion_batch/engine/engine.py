@@ -1,0 +1,540 @@
+"""The decode engine: continuous batching of rows, one BASTION step at a time."""
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bastion_batch.core.budget import DraftGate, best_budget
+from bastion_batch.core.tree import (
+    ROOT_ONLY,
+    DraftTree,
+    best_first,
+    plant,
+    take_first,
+    take_per_row,
+)
+from bastion_batch.engine.cache import Move
+from bastion_batch.engine.drafters import Drafter, DraftRow, Marginals
+from bastion_batch.engine.latency import StepCosts, calibrate, device_name
+from bastion_batch.engine.row import Row
+from bastion_batch.engine.step import PassResult, Verified, Work, verify
+from bastion_batch.engine.target import Target
+from bastion_batch.engine.totals import BaselineBursts, EngineTotals, StageClock
+from bastion_batch.errors import ModelError
+from bastion_batch.records import Completion, Method, Request, RowFault, StepRecord, StepTiming
+
+MAX_PREFILL_TOKENS = 512
+"""Prompt tokens that enter one pass, over all rows."""
+
+
+class EngineInfo(NamedTuple):
+    """What an engine is, for reports; JSON-able."""
+
+    device: str
+    device_type: str
+    dtype: str
+    threads: int
+    target: str
+    drafter: str | None
+    method: str
+    max_batch: int
+    calibration: dict[str, Any]
+
+
+class _Forest(NamedTuple):
+    """The trees of a step and what they promise."""
+
+    rows: list[Row]
+    trees: list[DraftTree]
+    token_ids: list[list[int]]
+    """Root and nodes of each."""
+
+
+class _Prediction(NamedTuple):
+    """What a step is expected to take."""
+
+    num_tokens: int
+    verify_seconds: float
+    step_seconds: float
+
+
+class Engine:
+    """Decodes requests with one target on one device. Not thread-safe.
+
+    Feed it with `add` and drive it with `step`, or hand it everything with `generate`.
+
+    Args:
+        target: the model whose distribution is sampled.
+        drafter: proposes candidates, or None to decode plainly.
+        tokenizer: for text and stop strings; without one completions carry ids only.
+        method: how candidates are kept; it changes the speed and never the text.
+        nodes_per_row: of `ddtree`.
+        max_nodes: most drafted nodes of one pass.
+        max_batch: most live rows.
+        costs: latency models; measured now if None.
+        baseline_bursts: decode plainly for 2 % of the steps, to measure the speedup.
+        names: how target and drafter are called in `info`.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        tokenizer: Any = None,  # noqa: ANN401 - any transformers tokenizer
+        method: Method = "bastion",
+        nodes_per_row: int = 16,
+        max_nodes: int = 512,
+        max_batch: int = 16,
+        costs: StepCosts | None = None,
+        baseline_bursts: bool = False,
+        names: tuple[str, str | None] = ("", None),
+    ) -> None:
+        self.target = target
+        self.drafter = None if method == "ar" else drafter
+        self.tokenizer = tokenizer
+        self.max_batch = max_batch
+        self.method: Method = method if self.drafter is not None else "ar"
+        self.totals = EngineTotals()
+        self._nodes_per_row = nodes_per_row
+        self._max_nodes = max_nodes
+        self._names = names
+        self._cache = target.new_cache()
+        self._gate = DraftGate()
+        self._bursts = BaselineBursts(enabled=baseline_bursts and self.method != "ar")
+        self._waiting: deque[Row] = deque()
+        self._live: list[Row] = []
+        self._num_added = 0
+        with torch.inference_mode():
+            self._costs = costs or calibrate(target, self.drafter)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str,
+        drafter: str | None = "default",
+        *,
+        revision: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        method: Method = "bastion",
+        nodes_per_row: int = 16,
+        max_nodes: int = 512,
+        max_batch: int | str = "auto",
+        threads: int | str = "auto",
+        baseline_bursts: bool = False,
+    ) -> "Engine":
+        """Load a target and its drafter and measure the device.
+
+        Args:
+            target: built-in name, checkpoint directory or hub id.
+            drafter: ``default`` for the one built in for the target, directory, hub id, or None.
+            revision: of a hub target.
+            dtype: ``auto``: bfloat16 on CUDA and on CPUs with bfloat16 units, else float32.
+            device: ``auto``: CUDA if there is one.
+            method: see `Engine`.
+            nodes_per_row: see `Engine`.
+            max_nodes: see `Engine`.
+            max_batch: ``auto``: 16 on a CPU, 64 on CUDA.
+            threads: CPU threads of this process; ``auto`` leaves them as they are.
+            baseline_bursts: see `Engine`.
+
+        Raises:
+            ModelError: a checkpoint cannot be found, loaded, or verified as a tree.
+        """
+        from bastion_batch.engine.checkpoints import load_tokenizer, resolve_drafter, resolve_target
+
+        if threads != "auto":
+            torch.set_num_threads(int(threads))
+        torch.set_float32_matmul_precision("highest")
+        where = pick_device(device)
+        files = resolve_target(target, revision)
+        draft_files = None if method == "ar" else resolve_drafter(drafter, target)
+        model = Target.load(files.path, pick_dtype(dtype, where), where)
+        return cls(
+            model,
+            load_drafter(draft_files.path, model) if draft_files else None,
+            tokenizer=load_tokenizer(files.path),
+            method=method,
+            nodes_per_row=nodes_per_row,
+            max_nodes=max_nodes,
+            max_batch=_default_max_batch(where) if max_batch == "auto" else int(max_batch),
+            baseline_bursts=baseline_bursts,
+            names=(files.name, draft_files.name if draft_files else None),
+        )
+
+    # What it holds
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not yet started."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Live rows."""
+        return len(self._live)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._waiting or self._live)
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a row, prompt and output together."""
+        return self.target.stack.config.max_positions
+
+    @property
+    def info(self) -> EngineInfo:
+        """What this engine is and what it has learnt about its device."""
+        target = self.target
+        return EngineInfo(
+            device=device_name(target.device),
+            device_type=target.device.type,
+            dtype=str(target.dtype).removeprefix("torch."),
+            threads=torch.get_num_threads(),
+            target=self._names[0],
+            drafter=self._names[1],
+            method=self.method,
+            max_batch=self.max_batch,
+            calibration=self._costs.summary(),
+        )
+
+    def check(self, num_prompt_tokens: int) -> RowFault | None:
+        """Why a prompt of this length cannot be decoded, or None if it can."""
+        if num_prompt_tokens < 1:
+            return RowFault("empty_prompt", "the prompt has no tokens")
+        if num_prompt_tokens >= self.max_context:
+            return RowFault(
+                "prompt_too_long",
+                f"prompt of {num_prompt_tokens} tokens leaves no room in the target's context "
+                f"of {self.max_context}",
+            )
+        return None
+
+    # Driving it
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ValueError: its prompt does not fit, or it has stop strings and there is no tokenizer.
+        """
+        fault = self.check(len(request.prompt_ids) + len(request.generated_ids))
+        if fault is not None:
+            raise ValueError(f"request {request.row_id}: {fault.message}")
+        if request.sampling.stop and self.tokenizer is None:
+            raise ValueError(f"request {request.row_id}: stop strings need a tokenizer")
+        row = Row(request, self._num_added, self.target.ids.end, self.tokenizer)
+        self._num_added += 1
+        self._waiting.append(row)
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
+        """Decode all requests; completions come as they finish."""
+        for request in requests:
+            self.add(request)
+        while self.has_work:
+            yield from self.step()
+
+    @torch.inference_mode()
+    def step(self) -> list[Completion]:
+        """Draft, build, verify and commit once for all live rows; returns what has ended."""
+        self._admit()
+        if not self._live:
+            return []
+        clock = StageClock()
+        chunks = self._prompt_chunks()
+        rows = [row for row in self._live if not row.is_prefilling]
+        with clock.stage("draft"):
+            is_burst = self._bursts.begin_step(len(rows), has_prompts=bool(chunks))
+            marginals = None if is_burst else self._draft(rows)
+        with clock.stage("build"):
+            forest = self._build(rows, marginals)
+            works = self._reserve([*_tree_works(forest), *chunks])
+            predicted = self._predict(forest, chunks, marginals is not None)
+        with clock.stage("verify"):
+            result = verify(self.target, self._cache, works, self._taps)
+        with clock.stage("commit"):
+            contexts = {work.row.key: work.row.context_length for work in works}
+            kept = [self._commit(verified) for verified in result.verified]
+        with clock.stage("draft"):
+            self._observe_taps(result)
+        drafted = marginals is not None
+        timing = self._account(clock, forest, contexts, predicted, drafted)
+        self._add_totals(timing, result, kept, len(rows), is_burst)
+        self._record(result, kept, contexts, timing)
+        return self._retire()
+
+    def check_integrity(self) -> None:
+        """Assert that rows and cache agree; for tests and idle moments."""
+        self._cache.check()
+        assert self._cache.num_open == len(self._live)
+        for row in self._live:
+            assert row.slot is not None
+            assert row.context_length <= len(row.token_ids)
+
+    # The stages
+
+    @property
+    def _taps(self) -> tuple[int, ...]:
+        return self.drafter.taps if self.drafter else ()
+
+    def _admit(self) -> None:
+        while self._waiting and len(self._live) < self.max_batch:
+            row = self._waiting.popleft()
+            row.slot = self._cache.open(len(row.token_ids) + 1)
+            self._live.append(row)
+
+    def _prompt_chunks(self) -> list[Work]:
+        """Prompt tokens for the coming pass, first come first served."""
+        room = MAX_PREFILL_TOKENS
+        chunks = []
+        for row in self._live:
+            if not row.is_prefilling or room <= 0:
+                continue
+            start = row.context_length
+            stop = min(row.prefill_end, start + room)
+            chunks.append(Work(row, row.token_ids[start:stop], None))
+            room -= stop - start
+        return chunks
+
+    def _draft(self, rows: list[Row]) -> Marginals | None:
+        """Marginals of all rows, or None for a plain step."""
+        if self.drafter is None or not rows:
+            return None
+        if self.method == "bastion" and not self._gate.wants_draft():
+            return None
+        return self.drafter.draft([DraftRow(row.key, row.token_ids) for row in rows])
+
+    def _build(self, rows: list[Row], marginals: Marginals | None) -> _Forest:
+        """The trees worth verifying, by the method's stopping rule."""
+        roots = [[row.token_ids[-1]] for row in rows]
+        if marginals is None:
+            return _Forest(rows, [ROOT_ONLY] * len(rows), roots)
+        log_probs = marginals.log_probs_RDK
+        if self.method == "dflash":
+            log_probs = log_probs[:, :, :1]
+        ends = np.array(sorted(self.target.ids.end))
+        depths = np.array([row.max_tree_depth(self.max_context) for row in rows])
+        per_row = {"dflash": log_probs.shape[1], "ddtree": self._nodes_per_row}.get(self.method)
+        most = self._max_nodes if per_row is None else per_row * len(rows)
+        leaves = np.isin(marginals.token_ids_RDK[:, :, : log_probs.shape[2]], ends)
+        candidates = best_first(log_probs, depths, most, leaves)
+        if per_row is None:
+            num_nodes = self._best_num_nodes(rows, candidates.log_scores_N)
+            taken = take_first(candidates, num_nodes)
+        else:
+            taken = take_per_row(candidates, per_row)
+        trees = plant(candidates, taken, len(rows))
+        for tokens, tree, ids_DK in zip(roots, trees, marginals.token_ids_RDK, strict=True):
+            depth, rank = np.array(tree.depths[1:], int) - 1, np.array(tree.ranks[1:], int)
+            tokens.extend(ids_DK[depth, rank].tolist())
+        return _Forest(rows, trees, roots)
+
+    def _best_num_nodes(self, rows: list[Row], log_scores_N: np.ndarray) -> int:
+        """The batch's budget; the draft gate learns whether drafting paid."""
+        num_rows = len(rows)
+        context = sum(row.context_length for row in rows)
+        tokens = num_rows + np.arange(len(log_scores_N) + 1.0)
+        seconds = self._costs.step_seconds(tokens, num_rows, context, drafted=True)
+        budget = best_budget(log_scores_N, num_rows, seconds)
+        plain = self._costs.step_seconds(tokens[:1], num_rows, context, drafted=False)
+        self._gate.observe(budget.tokens_per_second, num_rows / float(plain[0]))
+        return budget.num_nodes
+
+    def _reserve(self, works: list[Work]) -> list[Work]:
+        for work in works:
+            assert work.row.slot is not None
+            self._cache.reserve(work.row.slot, len(work.token_ids))
+        return works
+
+    def _commit(self, verified: Verified) -> int:
+        """Keep the accepted tokens and their cache entries; returns how many were kept."""
+        row = verified.work.row
+        assert row.slot is not None
+        self._cache.commit([Move(row.slot, verified.cached)])
+        if verified.work.tree is not None:
+            row.num_steps += 1
+        return row.commit(verified.token_ids, self.max_context)
+
+    def _observe_taps(self, result: PassResult) -> None:
+        """Give the drafter the taps of every token that became context."""
+        if self.drafter is None or result.taps_SF is None:
+            return
+        going_on = [v for v in result.verified if v.work.row.finish_reason is None]
+        if not going_on:
+            return
+        tokens = [v.first_token + offset for v in going_on for offset in v.cached]
+        self.drafter.observe(
+            [v.work.row.key for v in going_on],
+            [len(v.cached) for v in going_on],
+            _rows_of(result.taps_SF, tokens),
+        )
+
+    # The books
+
+    def _predict(self, forest: _Forest, chunks: list[Work], drafted: bool) -> _Prediction:
+        num_chunk_tokens = sum(len(chunk.token_ids) for chunk in chunks)
+        num_tokens = sum(map(len, forest.token_ids)) + num_chunk_tokens
+        num_rows = len(forest.rows) + len(chunks)
+        context = sum(w.row.context_length for w in chunks)
+        context += sum(row.context_length for row in forest.rows)
+        seconds = self._costs.verify.seconds(num_tokens, num_rows, context)
+        step = self._costs.step_seconds(np.array([float(num_tokens)]), num_rows, context, drafted)
+        return _Prediction(num_tokens, seconds, float(step[0]))
+
+    def _account(
+        self,
+        clock: StageClock,
+        forest: _Forest,
+        contexts: dict[int, int],
+        predicted: _Prediction,
+        drafted: bool,
+    ) -> StepTiming:
+        """Learn from the step's times."""
+        num_rows = len(forest.rows)
+        num_nodes = sum(tree.num_nodes for tree in forest.trees)
+        prefill_tokens = predicted.num_tokens - num_rows - num_nodes
+        seconds = clock.finish(prefill_tokens, num_rows + num_nodes)
+        context = sum(contexts.values())
+        pass_seconds = seconds["verify"] + seconds["prefill"]
+        self._costs.verify.observe(predicted.num_tokens, len(contexts), context, pass_seconds)
+        if drafted:
+            row_context = sum(contexts[row.key] for row in forest.rows)
+            self._costs.observe_draft(num_rows, row_context, seconds["draft"])
+        self._costs.observe_other(seconds["build"] + seconds["commit"] + seconds["other"])
+        timing = StepTiming(
+            step=self.totals.num_steps,
+            method=self.method if drafted else "ar",
+            batch_size=len(contexts),
+            budget_nodes=num_nodes,
+            prefill_tokens=prefill_tokens,
+            predicted_verify_seconds=predicted.verify_seconds,
+            predicted_step_seconds=predicted.step_seconds,
+            **{f"{stage}_seconds": value for stage, value in seconds.items()},
+        )
+        return timing
+
+    def _add_totals(
+        self,
+        timing: StepTiming,
+        result: PassResult,
+        kept: list[int],
+        num_rows: int,
+        is_burst: bool,
+    ) -> None:
+        num_committed = sum(kept)
+        num_first = sum(n for v, n in zip(result.verified, kept, strict=True) if not v.work.tree)
+        step = EngineTotals(
+            num_steps=1,
+            num_row_steps=num_rows,
+            num_committed=num_committed,
+            num_decoded=num_committed - num_first,
+            num_accepted=sum(len(verified.path) for verified in result.verified),
+            num_nodes=timing.budget_nodes,
+            num_prefill_tokens=timing.prefill_tokens,
+            step_seconds=timing.step_seconds,
+        )
+        self.totals = self.totals.plus(step)
+        if not timing.prefill_tokens:
+            baseline = self._bursts.end_step(
+                num_rows, num_committed, timing.step_seconds, is_burst=is_burst
+            )
+            self.totals = self.totals.plus(baseline)
+
+    def _record(
+        self,
+        result: PassResult,
+        kept: list[int],
+        contexts: dict[int, int],
+        timing: StepTiming,
+    ) -> None:
+        for verified, num_committed in zip(result.verified, kept, strict=True):
+            row, tree = verified.work.row, verified.work.tree or ROOT_ONLY
+            expected = tree.expected_tokens if verified.token_ids else 0.0
+            row.records.append(
+                StepRecord(
+                    timing=timing,
+                    method=timing.method if verified.work.tree else "prefill",
+                    context_length=contexts[row.key],
+                    num_nodes=tree.num_nodes,
+                    tree_depth=max(tree.depths),
+                    top1_depth=tree.top1_depth,
+                    num_accepted=len(verified.path),
+                    num_committed=num_committed,
+                    expected_tokens=expected,
+                    expected_tokens_raw=expected,
+                )
+            )
+
+    def _retire(self) -> list[Completion]:
+        ended = [row for row in self._live if row.finish_reason is not None]
+        for row in ended:
+            assert row.slot is not None
+            self._cache.close(row.slot)
+            row.slot = None
+            if self.drafter is not None:
+                self.drafter.forget(row.key)
+        if ended:
+            self._live = [row for row in self._live if row.finish_reason is None]
+        return [row.completion() for row in ended]
+
+
+def pick_device(device: str) -> torch.device:
+    """The device of that name; ``auto`` is CUDA if there is one.
+
+    Raises:
+        ModelError: CUDA is asked for and there is none.
+    """
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ModelError("device cuda was asked for, and torch finds no CUDA device")
+    return torch.device("cuda" if device in ("auto", "cuda") and has_cuda else "cpu")
+
+
+def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; ``auto``: bfloat16 where the device has units for it."""
+    if dtype != "auto":
+        return getattr(torch, dtype)
+    if device.type == "cuda":
+        return torch.bfloat16
+    flags = torch.backends.cpu.get_cpu_capability()
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() and "AVX512" in flags
+    return torch.bfloat16 if has_bfloat16 and _has_cpu_flag("avx512_bf16", "amx_bf16") else torch.float32
+
+
+def load_drafter(path: Any, target: Target) -> Drafter:  # noqa: ANN401
+    """Load a drafter checkpoint for a target."""
+    from bastion_batch.engine.drafters.dflash import DFlashDrafter
+
+    return DFlashDrafter.load(path, target)
+
+
+def _has_cpu_flag(*names: str) -> bool:
+    from pathlib import Path
+
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return False
+    flags = set(info.read_text(encoding="utf-8", errors="replace").split())
+    return any(name in flags for name in names)
+
+
+def _default_max_batch(device: torch.device) -> int:
+    return 64 if device.type == "cuda" else 16
+
+
+def _tree_works(forest: _Forest) -> list[Work]:
+    return [Work(*work) for work in zip(forest.rows, forest.token_ids, forest.trees, strict=True)]
+
+
+def _rows_of(features_SF: Tensor, tokens: Sequence[int]) -> Tensor:
+    if len(tokens) == len(features_SF):
+        return features_SF
+    return features_SF[torch.tensor(tokens, device=features_SF.device)]

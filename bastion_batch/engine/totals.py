@@ -1,0 +1,130 @@
+"""Time and tokens of an engine: stages of a step, running totals, and the measured baseline."""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from bastion_batch.records import StepTiming
+
+STAGES = ("prefill", "draft", "build", "verify", "commit", "other")
+
+
+class StageClock:
+    """Times the stages of one step; they sum to the step."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds = dict.fromkeys(STAGES, 0.0)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a part of the step; a stage may come in several parts."""
+        start = time.perf_counter()
+        yield
+        self._seconds[name] += time.perf_counter() - start
+
+    def finish(self, prefill_tokens: int, verify_tokens: int) -> dict[str, float]:
+        """Seconds of each stage and of the ``step``.
+
+        Prompt chunks share the verification pass; its time is divided by tokens.
+        """
+        seconds = self._seconds
+        step = time.perf_counter() - self._start
+        share = prefill_tokens / max(1, prefill_tokens + verify_tokens)
+        seconds["prefill"] = share * seconds["verify"]
+        seconds["verify"] -= seconds["prefill"]
+        seconds["other"] = max(0.0, step - sum(seconds.values()))
+        return {**seconds, "step": step}
+
+
+class EngineTotals(NamedTuple):
+    """Running sums of an engine, or what one step adds to them."""
+
+    num_steps: int = 0
+    num_row_steps: int = 0
+    """Decode steps summed over rows."""
+    num_committed: int = 0
+    """Tokens, those that end a prefill included."""
+    num_decoded: int = 0
+    """Tokens committed in decode steps."""
+    num_accepted: int = 0
+    num_nodes: int = 0
+    num_prefill_tokens: int = 0
+    step_seconds: float = 0.0
+    plain_steps: int = 0
+    """Steps decoded plainly to measure the baseline."""
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+    """What plain decoding would have taken for `plain_tokens`, by the measured bursts."""
+    paired_tokens: int = 0
+    paired_seconds: float = 0.0
+    """What the steps next to the bursts took for `paired_tokens`."""
+
+    def plus(self, other: "EngineTotals") -> "EngineTotals":
+        """The sum, field by field."""
+        return EngineTotals(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def measured_speedup(self) -> float | None:
+        """Tokens per second over what plain decoding of the same rows gave; None if unmeasured."""
+        if not self.plain_seconds or not self.paired_seconds or not self.paired_tokens:
+            return None
+        plain_rate = self.plain_tokens / self.plain_seconds
+        return self.paired_tokens / self.paired_seconds / plain_rate
+
+
+class BaselineBursts:
+    """Measures plain decoding inside a drafted run: every so often a few plain steps.
+
+    The tokens of a burst are kept, as they are the same tokens; only their speed differs. Each
+    plain step is compared with the recent steps of as many rows, so that like is compared with
+    like whatever the batch does later.
+    """
+
+    PERIOD = 100
+    """Steps from one burst to the next."""
+    LENGTH = 2
+    """Plain steps of a burst."""
+    MIN_PAIRED = 10
+    """Recent steps of the same batch size that a comparison needs."""
+
+    def __init__(self, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._recent: deque[tuple[int, int, float]] = deque(maxlen=self.PERIOD)
+        self._until_burst = self.PERIOD - self.LENGTH
+        self._left_of_burst = 0
+
+    def begin_step(self, num_rows: int, *, has_prompts: bool) -> bool:
+        """Whether the coming step is to be a plain one."""
+        if not self._enabled or has_prompts or not num_rows:
+            return False
+        self._until_burst -= 1
+        if self._until_burst < 0 and len(self._paired(num_rows)) >= self.MIN_PAIRED:
+            self._until_burst = self.PERIOD - self.LENGTH
+            self._left_of_burst = self.LENGTH
+        if not self._left_of_burst:
+            return False
+        self._left_of_burst -= 1
+        return True
+
+    def end_step(
+        self, num_rows: int, num_tokens: int, seconds: float, *, is_burst: bool
+    ) -> EngineTotals:
+        """Take note of a step without prompts; returns what a burst's step adds to the totals."""
+        if not is_burst:
+            self._recent.append((num_rows, num_tokens, seconds))
+            return EngineTotals()
+        paired = self._paired(num_rows)
+        tokens = sum(step[1] for step in paired)
+        return EngineTotals(
+            plain_steps=1,
+            plain_tokens=tokens,
+            plain_seconds=tokens * seconds / num_tokens,
+            paired_tokens=tokens,
+            paired_seconds=sum(step[2] for step in paired),
+        )
+
+    def _paired(self, num_rows: int) -> list[tuple[int, int, float]]:
+        return [step for step in self._recent if step[0] == num_rows]

@@ -1,0 +1,136 @@
+"""What crosses the package's borders: requests in, completions and step records out.
+
+Plain, immutable values without heavy imports: the engine, the files and the cluster all use them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "error"]
+Method = Literal["ar", "dflash", "ddtree", "bastion"]
+
+
+class RowFault(NamedTuple):
+    """Why a row cannot be answered: reproducible and the row's own, so it is terminal at once."""
+
+    kind: str
+    """Stable, machine-readable: ``null_prompt``, ``prompt_too_long``, ``invalid_json``, ..."""
+    message: str
+    """Names the value and the limit, never the prompt's text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one request is decoded. Temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    """Keep only the k most probable tokens."""
+    top_p: float = 1.0
+    """Keep the smallest set of most probable tokens whose mass reaches this."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as probable as the most probable one."""
+    repetition_penalty: float = 1.0
+    """Divides (positive) or multiplies (negative) the logits of tokens in prompt and output."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token in the output so far."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it occurs in the output so far."""
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    """No stop token may be emitted before this many tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output; they are not part of it."""
+    ignore_eos: bool = False
+    """Go on after the target's end-of-sequence tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One completion to generate: one sample of one row."""
+
+    row_id: str
+    sample_index: int = 0
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    noise_key: int = 0
+    """64-bit key of the row's sampling noise: see `bastion_batch.core.noise.row_key`."""
+    generated_ids: tuple[int, ...] = ()
+    """Output tokens already decided elsewhere: the row goes on after them."""
+
+
+class StepTiming(NamedTuple):
+    """One engine step, shared by all rows that were live in it. Times in seconds.
+
+    The stages sum to ``step_seconds``: draft ends with top-k log-probabilities on the host,
+    verify with all needed logits ready, and what belongs to no stage is ``other_seconds``.
+    """
+
+    step: int
+    method: Method
+    """What the step did: ``ar`` when the controller chose not to draft."""
+    batch_size: int
+    """Live rows, those still in prefill included."""
+    budget_nodes: int
+    """Drafted nodes verified in this step, over all rows, roots not counted."""
+    prefill_tokens: int
+    predicted_verify_seconds: float
+    predicted_step_seconds: float
+    prefill_seconds: float
+    draft_seconds: float
+    build_seconds: float
+    verify_seconds: float
+    commit_seconds: float
+    other_seconds: float
+    step_seconds: float
+
+
+class StepRecord(NamedTuple):
+    """What one step did for one live row."""
+
+    timing: StepTiming
+    method: str
+    """The step's method, or ``prefill`` while the row's prompt enters the cache."""
+    context_length: int
+    """Tokens in the cache before the step."""
+    num_nodes: int
+    tree_depth: int
+    top1_depth: int
+    """Depth to which the tree follows the drafter's most probable token at every position."""
+    num_accepted: int
+    """Drafted tokens accepted, the bonus token not counted, before any cut at a stop or limit."""
+    num_committed: int
+    """Tokens kept, after the cut at a stop or limit."""
+    expected_tokens: float
+    expected_tokens_raw: float
+    """The same from the drafter's uncalibrated probabilities."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """The engine's answer to one request."""
+
+    row_id: str
+    sample_index: int
+    output_ids: tuple[int, ...]
+    """Every committed token, a stop token included."""
+    text: str
+    """The output without the stop token or stop string; empty when the engine has no tokenizer."""
+    finish_reason: FinishReason
+    fault: RowFault | None = None
+    """Set exactly when ``finish_reason`` is ``error``."""
+    num_prompt_tokens: int
+    num_steps: int
+    """Decode steps, prefill not counted."""
+    records: tuple[StepRecord, ...] = ()
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Committed tokens, a stop token included."""
+        return len(self.output_ids)
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens committed in decode steps per decode step, or None without any."""
+        decoded = sum(r.num_committed for r in self.records if r.method != "prefill")
+        return decoded / self.num_steps if self.num_steps else None
