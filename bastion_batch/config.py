@@ -338,7 +338,8 @@ def _known_names(location: Sequence[Any]) -> list[str]:
     model: type[BaseModel] = JobConfig
     for part in location:
         annotation = model.model_fields[str(part)].annotation
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
         model = annotation
     return list(model.model_fields)
 
@@ -355,7 +356,7 @@ def _leaves(job: JobConfig) -> Iterable[tuple[str, BaseModel, str, FieldInfo]]:
 
 def _is_identity(info: FieldInfo) -> bool:
     tags = info.json_schema_extra
-    assert isinstance(tags, dict) and "identity" in tags, "every field is tagged"
+    assert isinstance(tags, dict), "every field is tagged"
     return bool(tags["identity"])
 
 

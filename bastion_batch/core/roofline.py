@@ -110,7 +110,9 @@ class CorrectionTable:
         error = float(np.clip(error, -self.MAX_LOG_ERROR, self.MAX_LOG_ERROR))
         x = np.log(max(num_tokens, 1))
         above = int(np.clip(np.searchsorted(self._x, x), 1, len(GRID) - 1))
-        weight = float(np.clip((x - self._x[above - 1]) / (self._x[above] - self._x[above - 1]), 0, 1))
+        weight = float(
+            np.clip((x - self._x[above - 1]) / (self._x[above] - self._x[above - 1]), 0, 1)
+        )
         self._log_factors[above - 1] += self.RATE * (1 - weight) * error
         self._log_factors[above] += self.RATE * weight * error
         self._log_factors += 0.2 * self.RATE * error  # a throttled device is slow everywhere

@@ -74,18 +74,23 @@ def best_first(
     max_depths: NDArray[np.integer],
     max_candidates: int,
     leaves_RDK: NDArray[np.bool_] | None = None,
+    *,
+    max_per_row: int | None = None,
 ) -> Candidates:
     """The `max_candidates` most probable continuations over all rows, best first.
 
-    Works level by level: of the children of one parent's row, the one at rank k of the row's i-th
-    best parent can only be among the best N if i * k <= N, which leaves about N ln N per level.
+    Works level by level: of a row's candidates at one depth, the child at rank k of the i-th best
+    parent can only be among the row's best N if i * k <= N, which leaves about N ln N per level.
 
     Args:
         log_probs_RDK: log-probabilities, at most 0, decreasing along K; -inf for "never".
         max_depths: the deepest node allowed in each row.
         max_candidates: how many to return at most.
         leaves_RDK: marks tokens after which nothing can follow, such as stop tokens.
+        max_per_row: the sequence holds at least the best so many of every row, and may leave out
+            what is not among them.
     """
+    most_in_row = min(max_candidates, max_per_row or max_candidates)
     num_rows, max_depth, _ = log_probs_RDK.shape
     if leaves_RDK is None:
         leaves_RDK = np.zeros(log_probs_RDK.shape, np.bool_)
@@ -97,7 +102,7 @@ def best_first(
         if depth > 1:
             may_grow &= ~leaves_RDK[above.rows, depth - 2, above.ranks]
         log_probs_RK = log_probs_RDK[:, depth - 1]
-        level = _children(above, may_grow, log_probs_RK, max_candidates, threshold)
+        level = _children(above, may_grow, log_probs_RK, most_in_row, threshold)
         if not level.scores.size:
             break
         levels.append(level)
@@ -125,11 +130,11 @@ def _children(
     above: _Level,
     may_grow: NDArray[np.bool_],
     log_probs_RK: NDArray[np.floating],
-    max_candidates: int,
+    most_in_row: int,
     threshold: float,
 ) -> _Level:
     allowed = np.where(may_grow, log_probs_RK.shape[1], 0)
-    num_children = np.minimum(allowed, max_candidates // (_order_in_row(above) + 1))
+    num_children = np.minimum(allowed, most_in_row // (_order_in_row(above) + 1))
     parents = np.repeat(np.arange(len(above.rows), dtype=np.int32), num_children)
     first = np.cumsum(num_children) - num_children
     ranks = np.arange(len(parents), dtype=np.int32) - np.repeat(first, num_children)

@@ -92,8 +92,8 @@ class StorePlan:
             places.extend(range(first, first + count))
             start += count
         for slot, sources, places in tokens.values():
-            where = (_to(np.array(part), cache.device) for part in (sources, places))
-            self._parts.append((slot, *where))
+            from_S, to_S = (_to(np.array(part), cache.device) for part in (sources, places))
+            self._parts.append((slot, from_S, to_S))
 
     def store(self, layer: int, keys_values: Tensor) -> None:
         """Store the tokens' keys and values `[S, 2, G, D]` after their rows' contexts."""

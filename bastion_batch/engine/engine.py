@@ -1,6 +1,5 @@
 """The decode engine: continuous batching of rows, one BASTION step at a time."""
 
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,23 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bastion_batch.core.budget import DraftGate, best_budget
-from bastion_batch.core.tree import (
-    ROOT_ONLY,
-    DraftTree,
-    best_first,
-    plant,
-    take_first,
-    take_per_row,
-)
+from bastion_batch.core.tree import ROOT_ONLY
 from bastion_batch.engine.cache import Move
-from bastion_batch.engine.drafters import Drafter, DraftRow, Marginals
-from bastion_batch.engine.latency import StepCosts, calibrate, device_name
+from bastion_batch.engine.device import default_max_batch, device_name, pick_device, pick_dtype
+from bastion_batch.engine.drafters import Drafter
+from bastion_batch.engine.drafters.dflash import DFlashDrafter
+from bastion_batch.engine.latency import StepCosts, calibrate
+from bastion_batch.engine.proposer import Forest, Proposer
 from bastion_batch.engine.row import Row
 from bastion_batch.engine.step import PassResult, Verified, Work, verify
 from bastion_batch.engine.target import Target
 from bastion_batch.engine.totals import BaselineBursts, EngineTotals, StageClock
-from bastion_batch.errors import ModelError
 from bastion_batch.records import Completion, Method, Request, RowFault, StepRecord, StepTiming
 
 MAX_PREFILL_TOKENS = 512
@@ -46,21 +39,20 @@ class EngineInfo(NamedTuple):
     calibration: dict[str, Any]
 
 
-class _Forest(NamedTuple):
-    """The trees of a step and what they promise."""
-
-    rows: list[Row]
-    trees: list[DraftTree]
-    token_ids: list[list[int]]
-    """Root and nodes of each."""
-
-
 class _Prediction(NamedTuple):
-    """What a step is expected to take."""
+    """What a step has to do and is expected to take."""
 
+    contexts: dict[int, int]
+    """Tokens in the cache before the step, by row key."""
     num_tokens: int
+    prefill_tokens: int
     verify_seconds: float
     step_seconds: float
+
+    @property
+    def prefill_share(self) -> float:
+        """The part of the pass that is prompt."""
+        return self.prefill_tokens / self.num_tokens
 
 
 class Engine:
@@ -101,17 +93,24 @@ class Engine:
         self.max_batch = max_batch
         self.method: Method = method if self.drafter is not None else "ar"
         self.totals = EngineTotals()
-        self._nodes_per_row = nodes_per_row
-        self._max_nodes = max_nodes
         self._names = names
         self._cache = target.new_cache()
-        self._gate = DraftGate()
         self._bursts = BaselineBursts(enabled=baseline_bursts and self.method != "ar")
         self._waiting: deque[Row] = deque()
         self._live: list[Row] = []
         self._num_added = 0
+        self._late_seconds = 0.0
         with torch.inference_mode():
             self._costs = costs or calibrate(target, self.drafter)
+        self._proposer = Proposer(
+            self.drafter,
+            self.method,
+            self._costs,
+            end_ids=target.ids.end,
+            max_context=self.max_context,
+            nodes_per_row=nodes_per_row,
+            max_nodes=max_nodes,
+        )
 
     @classmethod
     def from_pretrained(
@@ -158,12 +157,12 @@ class Engine:
         model = Target.load(files.path, pick_dtype(dtype, where), where)
         return cls(
             model,
-            load_drafter(draft_files.path, model) if draft_files else None,
+            DFlashDrafter.load(draft_files.path, model) if draft_files else None,
             tokenizer=load_tokenizer(files.path),
             method=method,
             nodes_per_row=nodes_per_row,
             max_nodes=max_nodes,
-            max_batch=_default_max_batch(where) if max_batch == "auto" else int(max_batch),
+            max_batch=default_max_batch(where) if max_batch == "auto" else int(max_batch),
             baseline_bursts=baseline_bursts,
             names=(files.name, draft_files.name if draft_files else None),
         )
@@ -245,31 +244,31 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Draft, build, verify and commit once for all live rows; returns what has ended."""
+        clock = StageClock(self._late_seconds)
         self._admit()
         if not self._live:
             return []
-        clock = StageClock()
         chunks = self._prompt_chunks()
         rows = [row for row in self._live if not row.is_prefilling]
         with clock.stage("draft"):
             is_burst = self._bursts.begin_step(len(rows), has_prompts=bool(chunks))
-            marginals = None if is_burst else self._draft(rows)
+            marginals = None if is_burst else self._proposer.draft(rows)
         with clock.stage("build"):
-            forest = self._build(rows, marginals)
-            works = self._reserve([*_tree_works(forest), *chunks])
-            predicted = self._predict(forest, chunks, marginals is not None)
+            forest = self._proposer.grow(rows, marginals)
+            works = self._reserve([*forest.works(), *chunks])
+            predicted = self._predict(works, drafted=forest.drafted)
         with clock.stage("verify"):
             result = verify(self.target, self._cache, works, self._taps)
         with clock.stage("commit"):
-            contexts = {work.row.key: work.row.context_length for work in works}
             kept = [self._commit(verified) for verified in result.verified]
         with clock.stage("draft"):
             self._observe_taps(result)
-        drafted = marginals is not None
-        timing = self._account(clock, forest, contexts, predicted, drafted)
-        self._add_totals(timing, result, kept, len(rows), is_burst)
-        self._record(result, kept, contexts, timing)
-        return self._retire()
+        timing = self._account(clock.finish(predicted.prefill_share), forest, predicted)
+        self._add_totals(timing, result, kept, is_burst=is_burst)
+        self._record(result, kept, predicted, timing)
+        ended = self._retire()
+        self._late_seconds = clock.late_seconds
+        return ended
 
     def check_integrity(self) -> None:
         """Assert that rows and cache agree; for tests and idle moments."""
@@ -304,50 +303,6 @@ class Engine:
             room -= stop - start
         return chunks
 
-    def _draft(self, rows: list[Row]) -> Marginals | None:
-        """Marginals of all rows, or None for a plain step."""
-        if self.drafter is None or not rows:
-            return None
-        if self.method == "bastion" and not self._gate.wants_draft():
-            return None
-        return self.drafter.draft([DraftRow(row.key, row.token_ids) for row in rows])
-
-    def _build(self, rows: list[Row], marginals: Marginals | None) -> _Forest:
-        """The trees worth verifying, by the method's stopping rule."""
-        roots = [[row.token_ids[-1]] for row in rows]
-        if marginals is None:
-            return _Forest(rows, [ROOT_ONLY] * len(rows), roots)
-        log_probs = marginals.log_probs_RDK
-        if self.method == "dflash":
-            log_probs = log_probs[:, :, :1]
-        ends = np.array(sorted(self.target.ids.end))
-        depths = np.array([row.max_tree_depth(self.max_context) for row in rows])
-        per_row = {"dflash": log_probs.shape[1], "ddtree": self._nodes_per_row}.get(self.method)
-        most = self._max_nodes if per_row is None else per_row * len(rows)
-        leaves = np.isin(marginals.token_ids_RDK[:, :, : log_probs.shape[2]], ends)
-        candidates = best_first(log_probs, depths, most, leaves)
-        if per_row is None:
-            num_nodes = self._best_num_nodes(rows, candidates.log_scores_N)
-            taken = take_first(candidates, num_nodes)
-        else:
-            taken = take_per_row(candidates, per_row)
-        trees = plant(candidates, taken, len(rows))
-        for tokens, tree, ids_DK in zip(roots, trees, marginals.token_ids_RDK, strict=True):
-            depth, rank = np.array(tree.depths[1:], int) - 1, np.array(tree.ranks[1:], int)
-            tokens.extend(ids_DK[depth, rank].tolist())
-        return _Forest(rows, trees, roots)
-
-    def _best_num_nodes(self, rows: list[Row], log_scores_N: np.ndarray) -> int:
-        """The batch's budget; the draft gate learns whether drafting paid."""
-        num_rows = len(rows)
-        context = sum(row.context_length for row in rows)
-        tokens = num_rows + np.arange(len(log_scores_N) + 1.0)
-        seconds = self._costs.step_seconds(tokens, num_rows, context, drafted=True)
-        budget = best_budget(log_scores_N, num_rows, seconds)
-        plain = self._costs.step_seconds(tokens[:1], num_rows, context, drafted=False)
-        self._gate.observe(budget.tokens_per_second, num_rows / float(plain[0]))
-        return budget.num_nodes
-
     def _reserve(self, works: list[Work]) -> list[Work]:
         for work in works:
             assert work.row.slot is not None
@@ -379,63 +334,60 @@ class Engine:
 
     # The books
 
-    def _predict(self, forest: _Forest, chunks: list[Work], drafted: bool) -> _Prediction:
-        num_chunk_tokens = sum(len(chunk.token_ids) for chunk in chunks)
-        num_tokens = sum(map(len, forest.token_ids)) + num_chunk_tokens
-        num_rows = len(forest.rows) + len(chunks)
-        context = sum(w.row.context_length for w in chunks)
-        context += sum(row.context_length for row in forest.rows)
-        seconds = self._costs.verify.seconds(num_tokens, num_rows, context)
-        step = self._costs.step_seconds(np.array([float(num_tokens)]), num_rows, context, drafted)
-        return _Prediction(num_tokens, seconds, float(step[0]))
+    def _predict(self, works: list[Work], *, drafted: bool) -> _Prediction:
+        contexts = {work.row.key: work.row.context_length for work in works}
+        num_tokens = sum(len(work.token_ids) for work in works)
+        prefill_tokens = sum(len(work.token_ids) for work in works if work.tree is None)
+        context = sum(contexts.values())
+        step = self._costs.step_seconds(np.array([float(num_tokens)]), len(works), context, drafted)
+        return _Prediction(
+            contexts=contexts,
+            num_tokens=num_tokens,
+            prefill_tokens=prefill_tokens,
+            verify_seconds=self._costs.verify.seconds(num_tokens, len(works), context),
+            step_seconds=float(step[0]),
+        )
 
     def _account(
-        self,
-        clock: StageClock,
-        forest: _Forest,
-        contexts: dict[int, int],
-        predicted: _Prediction,
-        drafted: bool,
+        self, seconds: dict[str, float], forest: Forest, predicted: _Prediction
     ) -> StepTiming:
         """Learn from the step's times."""
-        num_rows = len(forest.rows)
-        num_nodes = sum(tree.num_nodes for tree in forest.trees)
-        prefill_tokens = predicted.num_tokens - num_rows - num_nodes
-        seconds = clock.finish(prefill_tokens, num_rows + num_nodes)
-        context = sum(contexts.values())
+        contexts = predicted.contexts
         pass_seconds = seconds["verify"] + seconds["prefill"]
-        self._costs.verify.observe(predicted.num_tokens, len(contexts), context, pass_seconds)
-        if drafted:
+        self._costs.verify.observe(
+            predicted.num_tokens, len(contexts), sum(contexts.values()), pass_seconds
+        )
+        if forest.drafted:
             row_context = sum(contexts[row.key] for row in forest.rows)
-            self._costs.observe_draft(num_rows, row_context, seconds["draft"])
+            self._costs.observe_draft(len(forest.rows), row_context, seconds["draft"])
         self._costs.observe_other(seconds["build"] + seconds["commit"] + seconds["other"])
-        timing = StepTiming(
+        return StepTiming(
             step=self.totals.num_steps,
-            method=self.method if drafted else "ar",
+            method=self.method if forest.drafted else "ar",
             batch_size=len(contexts),
-            budget_nodes=num_nodes,
-            prefill_tokens=prefill_tokens,
+            budget_nodes=forest.num_nodes,
+            prefill_tokens=predicted.prefill_tokens,
             predicted_verify_seconds=predicted.verify_seconds,
             predicted_step_seconds=predicted.step_seconds,
             **{f"{stage}_seconds": value for stage, value in seconds.items()},
         )
-        return timing
 
     def _add_totals(
         self,
         timing: StepTiming,
         result: PassResult,
         kept: list[int],
-        num_rows: int,
+        *,
         is_burst: bool,
     ) -> None:
-        num_committed = sum(kept)
-        num_first = sum(n for v, n in zip(result.verified, kept, strict=True) if not v.work.tree)
+        pairs = list(zip(result.verified, kept, strict=True))
+        num_rows = sum(verified.work.tree is not None for verified, _ in pairs)
+        num_decoded = sum(count for verified, count in pairs if verified.work.tree is not None)
         step = EngineTotals(
             num_steps=1,
             num_row_steps=num_rows,
-            num_committed=num_committed,
-            num_decoded=num_committed - num_first,
+            num_committed=sum(kept),
+            num_decoded=num_decoded,
             num_accepted=sum(len(verified.path) for verified in result.verified),
             num_nodes=timing.budget_nodes,
             num_prefill_tokens=timing.prefill_tokens,
@@ -444,7 +396,7 @@ class Engine:
         self.totals = self.totals.plus(step)
         if not timing.prefill_tokens:
             baseline = self._bursts.end_step(
-                num_rows, num_committed, timing.step_seconds, is_burst=is_burst
+                num_rows, num_decoded, timing.step_seconds, is_burst=is_burst
             )
             self.totals = self.totals.plus(baseline)
 
@@ -452,7 +404,7 @@ class Engine:
         self,
         result: PassResult,
         kept: list[int],
-        contexts: dict[int, int],
+        predicted: _Prediction,
         timing: StepTiming,
     ) -> None:
         for verified, num_committed in zip(result.verified, kept, strict=True):
@@ -462,7 +414,7 @@ class Engine:
                 StepRecord(
                     timing=timing,
                     method=timing.method if verified.work.tree else "prefill",
-                    context_length=contexts[row.key],
+                    context_length=predicted.contexts[row.key],
                     num_nodes=tree.num_nodes,
                     tree_depth=max(tree.depths),
                     top1_depth=tree.top1_depth,
@@ -484,54 +436,6 @@ class Engine:
         if ended:
             self._live = [row for row in self._live if row.finish_reason is None]
         return [row.completion() for row in ended]
-
-
-def pick_device(device: str) -> torch.device:
-    """The device of that name; ``auto`` is CUDA if there is one.
-
-    Raises:
-        ModelError: CUDA is asked for and there is none.
-    """
-    has_cuda = torch.cuda.is_available()
-    if device == "cuda" and not has_cuda:
-        raise ModelError("device cuda was asked for, and torch finds no CUDA device")
-    return torch.device("cuda" if device in ("auto", "cuda") and has_cuda else "cpu")
-
-
-def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of that name; ``auto``: bfloat16 where the device has units for it."""
-    if dtype != "auto":
-        return getattr(torch, dtype)
-    if device.type == "cuda":
-        return torch.bfloat16
-    flags = torch.backends.cpu.get_cpu_capability()
-    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported() and "AVX512" in flags
-    return torch.bfloat16 if has_bfloat16 and _has_cpu_flag("avx512_bf16", "amx_bf16") else torch.float32
-
-
-def load_drafter(path: Any, target: Target) -> Drafter:  # noqa: ANN401
-    """Load a drafter checkpoint for a target."""
-    from bastion_batch.engine.drafters.dflash import DFlashDrafter
-
-    return DFlashDrafter.load(path, target)
-
-
-def _has_cpu_flag(*names: str) -> bool:
-    from pathlib import Path
-
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return False
-    flags = set(info.read_text(encoding="utf-8", errors="replace").split())
-    return any(name in flags for name in names)
-
-
-def _default_max_batch(device: torch.device) -> int:
-    return 64 if device.type == "cuda" else 16
-
-
-def _tree_works(forest: _Forest) -> list[Work]:
-    return [Work(*work) for work in zip(forest.rows, forest.token_ids, forest.trees, strict=True)]
 
 
 def _rows_of(features_SF: Tensor, tokens: Sequence[int]) -> Tensor:

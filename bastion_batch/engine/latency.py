@@ -1,16 +1,14 @@
 """What passes cost on this device: priors, first measurements, and learning from every step."""
 
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bastion_batch.core.devices import KNOWN_DEVICES, DeviceSpeed
 from bastion_batch.core.roofline import LatencyModel, Timing
 from bastion_batch.core.tree import DraftTree
+from bastion_batch.engine.device import device_speed, median_seconds
 from bastion_batch.engine.drafters import Drafter, DraftRow
 from bastion_batch.engine.row import Row
 from bastion_batch.engine.step import Work, verify
@@ -22,7 +20,6 @@ VERIFY_GRID = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (64, 1), (8, 8)
 DRAFT_GRID = (1, 4, 16)
 """Rows of the draft passes timed at start-up."""
 CONTEXT = 128
-REPEATS = 3
 
 
 class StepCosts:
@@ -32,7 +29,9 @@ class StepCosts:
     is a running mean per live row and step.
     """
 
-    def __init__(self, verify_model: LatencyModel, draft_model: LatencyModel | None, width: int):
+    def __init__(
+        self, verify_model: LatencyModel, draft_model: LatencyModel | None, width: int
+    ) -> None:
         self.verify = verify_model
         self.draft = draft_model
         self._width = width
@@ -72,42 +71,14 @@ class StepCosts:
 
 def calibrate(target: Target, drafter: Drafter | None) -> StepCosts:
     """Time the engine's own passes on a small grid and fit their latency models (a few seconds)."""
-    speed = device_speed(target)
+    speed = device_speed(target.device, target.dtype)
     model = LatencyModel(target.shape, speed.flops, speed.bandwidth)
     model.fit(_time_verify(target, drafter.taps if drafter else ()))
-    if drafter is None:
+    if drafter is None or drafter.shape is None:
         return StepCosts(model, None, 1)
     draft = LatencyModel(drafter.shape, speed.flops, speed.bandwidth)
     draft.fit(_time_draft(target, drafter))
     return StepCosts(model, draft, drafter.depth + 1)
-
-
-def device_name(device: torch.device) -> str:
-    """What people call the device."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return _cpu_name()
-
-
-def device_speed(target: Target) -> DeviceSpeed:
-    """Peak FLOP/s and bandwidth: from the table of known devices, or measured."""
-    name = device_name(target.device)
-    if target.device.type == "cuda" and target.dtype.itemsize == 2:
-        for known, speed in KNOWN_DEVICES.items():
-            if known in name:
-                return speed
-    return _measured_speed(target)
-
-
-def _measured_speed(target: Target) -> DeviceSpeed:
-    """A matrix product and a copy, timed."""
-    size = 1024
-    a = torch.randn(size, size, device=target.device).to(target.dtype)
-    large = torch.empty(64 << 20, dtype=torch.uint8, device=target.device)
-    copy = torch.empty_like(large)
-    product_seconds = _median_seconds(lambda: a @ a, target.device)
-    copy_seconds = _median_seconds(lambda: copy.copy_(large), target.device)
-    return DeviceSpeed(2 * size**3 / product_seconds, 2 * large.numel() / copy_seconds)
 
 
 def _time_verify(target: Target, taps: tuple[int, ...]) -> list[Timing]:
@@ -118,7 +89,7 @@ def _time_verify(target: Target, taps: tuple[int, ...]) -> list[Timing]:
         for work in works:
             work.row.slot = cache.open(CONTEXT + num_tokens)
             work.row.slot.length = CONTEXT
-        seconds = _median_seconds(lambda w=works, c=cache: verify(target, c, w, taps), target.device)
+        seconds = median_seconds(lambda w=works, c=cache: verify(target, c, w, taps), target.device)
         timings.append(Timing(num_tokens, num_rows, num_rows * CONTEXT, seconds))
     return timings
 
@@ -143,32 +114,8 @@ def _time_draft(target: Target, drafter: Drafter) -> list[Timing]:
         for key in keys:
             drafter.observe([key], [CONTEXT], features)
         rows = [DraftRow(key, [1] * (CONTEXT + 1)) for key in keys]
-        seconds = _median_seconds(lambda r=rows: drafter.draft(r), target.device)
+        seconds = median_seconds(lambda r=rows: drafter.draft(r), target.device)
         timings.append(Timing(num_rows * width, num_rows, num_rows * CONTEXT, seconds))
         for key in keys:
             drafter.forget(key)
     return timings
-
-
-def _median_seconds(work: Callable[[], object], device: torch.device) -> float:
-    work()
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds))
-
-
-def _cpu_name() -> str:
-    import platform
-    from pathlib import Path
-
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

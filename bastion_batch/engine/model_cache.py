@@ -1,8 +1,8 @@
 """Directories that are built once per machine, whoever asks first and whatever is killed meanwhile.
 
-    <name>.lock    held while building
-    <name>.part    a build in progress, or what a killed one left: removed by the next
-    <name>/        whole: its manifest is written last, and the directory then gets its name
+<name>.lock    held while building
+<name>.part    a build in progress, or what a killed one left: removed by the next
+<name>/        whole: its manifest is written last, and the directory then gets its name
 """
 
 import fcntl

@@ -70,7 +70,9 @@ def verify(
     """
     order = pass_order([_slot(work.row) for work in works], [w.tree is None for w in works])
     works = [works[place] for place in order]
-    plan = AttentionPlan(cache, [_pass_row(work) for work in works], target.stack.config.num_q_heads)
+    plan = AttentionPlan(
+        cache, [_pass_row(work) for work in works], target.stack.config.num_q_heads
+    )
     token_ids = np.array([token for work in works for token in work.token_ids])
     positions = np.concatenate([_positions(work) for work in works])
     out = target.forward(

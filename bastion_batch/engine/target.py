@@ -10,6 +10,7 @@ from torch import Tensor
 from bastion_batch.core.roofline import ModelShape
 from bastion_batch.engine.attention import AttentionPlan
 from bastion_batch.engine.cache import KVCache
+from bastion_batch.engine.checkpoints import SUPPORTED_FAMILIES
 from bastion_batch.engine.linear import Linear
 from bastion_batch.engine.transformer import (
     DecoderStack,
@@ -20,9 +21,6 @@ from bastion_batch.engine.transformer import (
     layer_tensors,
 )
 from bastion_batch.errors import ModelError
-
-SUPPORTED_FAMILIES = ("llama", "qwen2", "qwen3")
-"""Values of `model_type` whose layers `DecoderStack` computes."""
 
 
 class TokenIds(NamedTuple):

@@ -6,17 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from bastion_batch.records import StepTiming
-
 STAGES = ("prefill", "draft", "build", "verify", "commit", "other")
 
 
 class StageClock:
     """Times the stages of one step; they sum to the step."""
 
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
+    def __init__(self, late_seconds: float = 0.0) -> None:
+        """Start a step that also answers for what came after the last one's `finish`."""
+        self._start = time.perf_counter() - late_seconds
+        self._finished = self._start
         self._seconds = dict.fromkeys(STAGES, 0.0)
+
+    @property
+    def late_seconds(self) -> float:
+        """Time since `finish`: the books of the step, which the next one pays for."""
+        return time.perf_counter() - self._finished
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -25,15 +30,16 @@ class StageClock:
         yield
         self._seconds[name] += time.perf_counter() - start
 
-    def finish(self, prefill_tokens: int, verify_tokens: int) -> dict[str, float]:
+    def finish(self, prefill_share: float) -> dict[str, float]:
         """Seconds of each stage and of the ``step``.
 
-        Prompt chunks share the verification pass; its time is divided by tokens.
+        Args:
+            prefill_share: the part of the verification pass that is prompt; prompts share it.
         """
         seconds = self._seconds
-        step = time.perf_counter() - self._start
-        share = prefill_tokens / max(1, prefill_tokens + verify_tokens)
-        seconds["prefill"] = share * seconds["verify"]
+        self._finished = time.perf_counter()
+        step = self._finished - self._start
+        seconds["prefill"] = prefill_share * seconds["verify"]
         seconds["verify"] -= seconds["prefill"]
         seconds["other"] = max(0.0, step - sum(seconds.values()))
         return {**seconds, "step": step}
@@ -64,7 +70,11 @@ class EngineTotals(NamedTuple):
 
     def plus(self, other: "EngineTotals") -> "EngineTotals":
         """The sum, field by field."""
-        return EngineTotals(*(a + b for a, b in zip(self, other, strict=True)))
+        return EngineTotals._make(a + b for a, b in zip(self, other, strict=True))
+
+    def minus(self, other: "EngineTotals") -> "EngineTotals":
+        """What came since `other`, field by field."""
+        return EngineTotals._make(a - b for a, b in zip(self, other, strict=True))
 
     @property
     def measured_speedup(self) -> float | None:

@@ -11,6 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bastion_batch.core.roofline import ModelShape
+
 
 class Marginals(NamedTuple):
     """Proposals for R rows, on the host."""
@@ -35,6 +37,11 @@ class Drafter(Protocol):
     """D, the most positions proposed."""
     taps: tuple[int, ...]
     """0-based target layers whose outputs `observe` wants."""
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """What its pass costs; None if it has none worth pricing."""
+        ...
 
     def observe(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
         """Take in the taps of tokens that have become context.

@@ -263,7 +263,7 @@ def _require_tensors(
 def _expected_shapes(config: StackConfig, feature_size: int) -> dict[str, tuple[int, ...]]:
     hidden, ffn, head = config.hidden_size, config.ffn_size, config.head_dim
     queries, keys = config.num_q_heads * head, config.num_kv_heads * head
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (queries, hidden),
@@ -276,7 +276,7 @@ def _expected_shapes(config: StackConfig, feature_size: int) -> dict[str, tuple[
         "mlp.up_proj.weight": (ffn, hidden),
         "mlp.down_proj.weight": (hidden, ffn),
     }
-    model = {
+    model: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, feature_size),
         "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),

@@ -14,6 +14,7 @@ from bastion_batch.engine.drafters import DraftRow, Marginals
 
 class _Stateless:
     taps: tuple[int, ...] = ()
+    shape = None
 
     def observe(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
         """Nothing is kept."""

@@ -1,0 +1,1 @@
+"""Measurements: what `bastion-batch bench` runs. Recorded figures live in `benchmarks/`."""

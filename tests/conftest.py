@@ -1,0 +1,5 @@
+"""One thread for every test: tiny models gain nothing from more, and cores are shared."""
+
+import torch
+
+torch.set_num_threads(1)

@@ -1,0 +1,120 @@
+"""A real language model, greedy in float32: the engine's text is transformers' own.
+
+A row may differ from the reference only where the reference itself hangs on a near-tie: its two
+best logits are closer than 5e-4 at the first difference, and a float64 pass agrees.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from bastion_batch.engine import Engine
+from bastion_batch.engine.checkpoints import load_tokenizer, resolve_drafter, resolve_target
+from bastion_batch.engine.drafters.dflash import DFlashDrafter
+from bastion_batch.engine.target import Target
+from bastion_batch.records import Request, SamplingParams
+
+NAME = "smollm2-135m-instruct"
+PROMPTS = Path(__file__).parent.parent / "jobs" / "data" / "prompts.jsonl"
+MARGIN = 5e-4
+
+
+class Models(NamedTuple):
+    module: torch.nn.Module
+    target: Target
+    drafter: DFlashDrafter
+    prompts: list[tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def models():
+    from transformers import AutoModelForCausalLM
+
+    files = resolve_target(NAME)
+    module = AutoModelForCausalLM.from_pretrained(files.path, dtype=torch.float32).eval()
+    target = Target.of_module(module)
+    draft_files = resolve_drafter("default", NAME)
+    assert draft_files is not None
+    tokenizer = load_tokenizer(files.path)
+    lines = PROMPTS.read_text(encoding="utf-8").splitlines()
+    texts = [json.loads(line)["prompt"] for line in lines]
+    prompts = [
+        tuple(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=True
+            )["input_ids"]
+        )
+        for text in texts
+    ]
+    return Models(module, target, DFlashDrafter.load(draft_files.path, target), prompts)
+
+
+def generate_alone(models: Models, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = models.module.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            pad_token_id=2,
+        )
+    return tuple(out[0, ids.shape[1] :].tolist())
+
+
+def decode(models: Models, prompts, num_tokens: int, method: str, max_batch: int):
+    engine = Engine(models.target, models.drafter, method=method, max_batch=max_batch)
+    sampling = SamplingParams(max_new_tokens=num_tokens)
+    wanted = [
+        Request(row_id=str(n), prompt_ids=prompt, sampling=sampling)
+        for n, prompt in enumerate(prompts)
+    ]
+    found = {c.row_id: c for c in engine.generate(wanted)}
+    engine.check_integrity()
+    return [found[r.row_id].output_ids for r in wanted], engine.totals
+
+
+def is_near_tie(models: Models, text: tuple[int, ...]) -> bool:
+    """Whether the reference's choice after `text` hangs on less than `MARGIN`, in both widths."""
+    margins = []
+    for dtype in (torch.float32, torch.float64):
+        module = models.module.to(dtype)
+        with torch.no_grad():
+            logits = module(torch.tensor([text])).logits[0, -1]
+        best = logits.topk(2).values
+        margins.append(float(best[0] - best[1]))
+    models.module.to(torch.float32)
+    return max(margins) < MARGIN
+
+
+def differing(models: Models, prompts, expected, found) -> list[int]:
+    """Rows whose text differs; each must do so at a near-tie."""
+    rows = [n for n, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1]]
+    for row in rows:
+        pairs = zip(expected[row], found[row], strict=False)
+        first = next(i for i, (a, b) in enumerate(pairs) if a != b)
+        text = prompts[row] + expected[row][:first]
+        assert is_near_tie(models, text), f"prompt {row} differs at token {first}, no near-tie"
+    return rows
+
+
+def test_a_few_prompts_equal_transformers(models):
+    prompts = models.prompts[:3]
+    expected = [generate_alone(models, prompt, 24) for prompt in prompts]
+    found, totals = decode(models, prompts, 24, "bastion", max_batch=3)
+    assert differing(models, prompts, expected, found) == []
+    assert totals.num_accepted > 0, "the built-in drafter proposes tokens that are accepted"
+
+
+@pytest.mark.slow
+def test_many_prompts_equal_transformers(models):
+    prompts = models.prompts[:32]
+    expected = [generate_alone(models, prompt, 128) for prompt in prompts]
+    for method, max_batch in (("bastion", 1), ("bastion", 8), ("ar", 8)):
+        found, totals = decode(models, prompts, 128, method, max_batch)
+        rows = differing(models, prompts, expected, found)
+        print(method, max_batch, "differing rows", rows, totals)  # noqa: T201 - figures for the log
+        assert len(rows) <= 1
