@@ -9,11 +9,23 @@ Shape letters: R rows, D draft depth, K ranks kept per depth, N nodes. Roots are
 Sources: BASTION (arXiv 2605.29727), DDTree (arXiv 2604.12989); the merge over rows is ours.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class PathScores(NamedTuple):
+    """Log scores of candidates where they depend on their parent's place.
+
+    Both decrease along K and are at most 0.
+    """
+
+    off_RDK: NDArray[np.floating]
+    """Where the parent is off the path of most probable tokens."""
+    on_RDK: NDArray[np.floating]
+    """Where it is on it, or is the root."""
 
 
 class Candidates(NamedTuple):
@@ -27,6 +39,9 @@ class Candidates(NamedTuple):
     depths_N: NDArray[np.int32]
     ranks_N: NDArray[np.int32]
     log_scores_N: NDArray[np.float64]
+    """Of the whole path."""
+    log_probs_N: NDArray[np.float64]
+    """The drafter's, of the candidate alone."""
 
     def __len__(self) -> int:  # type: ignore[override] - the number of candidates, not of fields
         """How many candidates there are."""
@@ -41,7 +56,9 @@ class DraftTree:
     depths: list[int]
     ranks: list[int]
     expected_tokens: float = 1.0
-    """One for the bonus token plus the path probability of every node."""
+    """One for the bonus token plus the score of every node's path."""
+    log_probs: list[float] = field(default_factory=lambda: [0.0])
+    """The drafter's log-probability of every node alone."""
 
     @property
     def num_nodes(self) -> int:
@@ -49,14 +66,26 @@ class DraftTree:
         return len(self.parents) - 1
 
     @property
+    def top1_path(self) -> list[int]:
+        """The root and the nodes that follow the most probable token of every position."""
+        path = [0]
+        for child, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
+            if rank == 0 and parent == path[-1]:
+                path.append(child)
+        return path
+
+    @property
     def top1_depth(self) -> int:
         """Depth to which the most probable token of every position is in the tree."""
-        node = 0
-        depth = 0
-        for child, (parent, rank) in enumerate(zip(self.parents, self.ranks, strict=True)):
-            if rank == 0 and parent == node:
-                node, depth = child, depth + 1
-        return depth
+        return len(self.top1_path) - 1
+
+    @property
+    def expected_tokens_raw(self) -> float:
+        """One plus the product of the drafter's own probabilities along every node's path."""
+        paths = [0.0]
+        for parent, log_prob in zip(self.parents[1:], self.log_probs[1:], strict=True):
+            paths.append(paths[parent] + log_prob)
+        return float(np.exp(paths).sum())
 
     def ancestors_NN(self) -> NDArray[np.bool_]:
         """Row n marks the nodes that node n attends to: itself and its ancestors."""
@@ -67,6 +96,7 @@ class DraftTree:
 
 
 ROOT_ONLY = DraftTree([-1], [0], [-1])
+"""A tree without nodes: plain decoding."""
 
 
 def best_first(
@@ -75,18 +105,21 @@ def best_first(
     max_candidates: int,
     leaves_RDK: NDArray[np.bool_] | None = None,
     *,
+    scores: PathScores | None = None,
     max_per_row: int | None = None,
 ) -> Candidates:
-    """The `max_candidates` most probable continuations over all rows, best first.
+    """The `max_candidates` best continuations over all rows, best first.
 
-    Works level by level: of a row's candidates at one depth, the child at rank k of the i-th best
-    parent can only be among the row's best N if i * k <= N, which leaves about N ln N per level.
+    Works level by level: of a row's candidates at one depth that share a list of scores, the child
+    at rank k of the i-th best parent can only be among the row's best N if i * k <= N, which
+    leaves about N ln N per level.
 
     Args:
         log_probs_RDK: log-probabilities, at most 0, decreasing along K; -inf for "never".
         max_depths: the deepest node allowed in each row.
         max_candidates: how many to return at most.
         leaves_RDK: marks tokens after which nothing can follow, such as stop tokens.
+        scores: what ranks the candidates; `log_probs_RDK` itself if None.
         max_per_row: the sequence holds at least the best so many of every row, and may leave out
             what is not among them.
     """
@@ -94,6 +127,7 @@ def best_first(
     num_rows, max_depth, _ = log_probs_RDK.shape
     if leaves_RDK is None:
         leaves_RDK = np.zeros(log_probs_RDK.shape, np.bool_)
+    scores = scores or PathScores(log_probs_RDK, log_probs_RDK)
     levels = [_roots(num_rows)]
     threshold = -np.inf
     for depth in range(1, max_depth + 1):
@@ -101,15 +135,14 @@ def best_first(
         may_grow = max_depths[above.rows] >= depth
         if depth > 1:
             may_grow &= ~leaves_RDK[above.rows, depth - 2, above.ranks]
-        log_probs_RK = log_probs_RDK[:, depth - 1]
-        level = _children(above, may_grow, log_probs_RK, most_in_row, threshold)
+        level = _children(above, may_grow, scores, depth, most_in_row, threshold)
         if not level.scores.size:
             break
         levels.append(level)
         found = np.concatenate([part.scores for part in levels[1:]])
         if found.size >= max_candidates:
             threshold = np.partition(found, -max_candidates)[-max_candidates]
-    return _merge(levels, max_candidates)
+    return _merge(levels, log_probs_RDK, max_candidates)
 
 
 class _Level(NamedTuple):
@@ -119,42 +152,60 @@ class _Level(NamedTuple):
     parents: NDArray[np.int32]
     ranks: NDArray[np.int32]
     scores: NDArray[np.float64]
+    on_path: NDArray[np.bool_]
 
 
 def _roots(num_rows: int) -> _Level:
     nowhere = np.full(num_rows, -1, np.int32)
-    return _Level(np.arange(num_rows, dtype=np.int32), nowhere, nowhere, np.zeros(num_rows))
+    rows = np.arange(num_rows, dtype=np.int32)
+    return _Level(rows, nowhere, nowhere, np.zeros(num_rows), np.ones(num_rows, np.bool_))
 
 
 def _children(
     above: _Level,
     may_grow: NDArray[np.bool_],
-    log_probs_RK: NDArray[np.floating],
+    scores: PathScores,
+    depth: int,
     most_in_row: int,
     threshold: float,
 ) -> _Level:
-    allowed = np.where(may_grow, log_probs_RK.shape[1], 0)
+    allowed = np.where(may_grow, scores.on_RDK.shape[2], 0)
     num_children = np.minimum(allowed, most_in_row // (_order_in_row(above) + 1))
     parents = np.repeat(np.arange(len(above.rows), dtype=np.int32), num_children)
     first = np.cumsum(num_children) - num_children
     ranks = np.arange(len(parents), dtype=np.int32) - np.repeat(first, num_children)
-    rows = above.rows[parents]
-    scores = above.scores[parents] + log_probs_RK[rows, ranks]
-    keep = (scores >= threshold) & (scores > -np.inf)
-    return _Level(rows[keep], parents[keep], ranks[keep].astype(np.int32), scores[keep])
+    rows, on_path = above.rows[parents], above.on_path[parents]
+    own = scores.off_RDK[rows, depth - 1, ranks]
+    if scores.on_RDK is not scores.off_RDK:
+        own = np.where(on_path, scores.on_RDK[rows, depth - 1, ranks], own)
+    paths = above.scores[parents] + own
+    keep = (paths >= threshold) & (paths > -np.inf)
+    return _Level(
+        rows[keep],
+        parents[keep],
+        ranks[keep].astype(np.int32),
+        paths[keep],
+        (on_path & (ranks == 0))[keep],
+    )
 
 
 def _order_in_row(level: _Level) -> NDArray[np.intp]:
-    """The place of each candidate among those of its row, by decreasing score."""
-    by_row = np.lexsort((-level.scores, level.rows))
+    """The place of each candidate among those of its row whose children have the same scores.
+
+    That is by decreasing score, the one candidate on the top-1 path apart: it is first.
+    """
+    by_row = np.lexsort((-level.scores, ~level.on_path, level.rows))
     rows = level.rows[by_row]
     start = np.searchsorted(rows, rows)
     order = np.empty(len(rows), np.intp)
     order[by_row] = np.arange(len(rows)) - start
-    return order
+    has_path = np.bincount(level.rows[level.on_path], minlength=rows.max(initial=0) + 1)
+    return np.maximum(order - has_path[level.rows], 0)
 
 
-def _merge(levels: list[_Level], max_candidates: int) -> Candidates:
+def _merge(
+    levels: list[_Level], log_probs_RDK: NDArray[np.floating], max_candidates: int
+) -> Candidates:
     """Sort all levels by score, parents before children at equal scores, and renumber parents."""
     sizes = [len(level.rows) for level in levels]
     starts = np.cumsum([0, *sizes])
@@ -167,13 +218,11 @@ def _merge(levels: list[_Level], max_candidates: int) -> Candidates:
         return np.concatenate([np.zeros(0, np.int32), *parts])[order]
 
     parents = gather([part.parents + starts[i] for i, part in enumerate(levels[1:])])
-    return Candidates(
-        rows_N=gather([part.rows for part in levels[1:]]),
-        parents_N=place[parents],
-        depths_N=gather([np.full(n, d, np.int32) for d, n in enumerate(sizes) if d]),
-        ranks_N=gather([part.ranks for part in levels[1:]]),
-        log_scores_N=scores[order],
-    )
+    rows = gather([part.rows for part in levels[1:]])
+    depths = gather([np.full(n, d, np.int32) for d, n in enumerate(sizes) if d])
+    ranks = gather([part.ranks for part in levels[1:]])
+    log_probs = log_probs_RDK[rows, depths - 1, ranks].astype(np.float64)
+    return Candidates(rows, place[parents], depths, ranks, scores[order], log_probs)
 
 
 def take_first(candidates: Candidates, num_nodes: int) -> NDArray[np.intp]:
@@ -200,21 +249,24 @@ def plant(candidates: Candidates, taken: NDArray[np.intp], num_rows: int) -> lis
     depths: list[list[int]] = [[0] for _ in range(num_rows)]
     ranks: list[list[int]] = [[-1] for _ in range(num_rows)]
     expected = [1.0] * num_rows
+    log_probs: list[list[float]] = [[0.0] for _ in range(num_rows)]
     node_of: dict[int, int] = {-1: 0}
-    probabilities = np.exp(candidates.log_scores_N[taken])
     chosen = zip(
         taken.tolist(),
         candidates.rows_N[taken].tolist(),
         candidates.parents_N[taken].tolist(),
         candidates.depths_N[taken].tolist(),
         candidates.ranks_N[taken].tolist(),
-        probabilities.tolist(),
+        np.exp(candidates.log_scores_N[taken]).tolist(),
+        candidates.log_probs_N[taken].tolist(),
         strict=True,
     )
-    for candidate, row, parent, depth, rank, probability in chosen:
+    for candidate, row, parent, depth, rank, score, log_prob in chosen:
         node_of[candidate] = len(parents[row])
         parents[row].append(node_of[parent])
         depths[row].append(depth)
         ranks[row].append(rank)
-        expected[row] += probability
-    return [DraftTree(*tree) for tree in zip(parents, depths, ranks, expected, strict=True)]
+        expected[row] += score
+        log_probs[row].append(log_prob)
+    parts = zip(parents, depths, ranks, expected, log_probs, strict=True)
+    return [DraftTree(*tree) for tree in parts]

@@ -261,6 +261,7 @@ class Engine:
             result = verify(self.target, self._cache, works, self._taps)
         with clock.stage("commit"):
             kept = [self._commit(verified) for verified in result.verified]
+            self._proposer.learn(result.verified)
         with clock.stage("draft"):
             self._observe_taps(result)
         timing = self._account(clock.finish(predicted.prefill_share), forest, predicted)
@@ -409,7 +410,7 @@ class Engine:
     ) -> None:
         for verified, num_committed in zip(result.verified, kept, strict=True):
             row, tree = verified.work.row, verified.work.tree or ROOT_ONLY
-            expected = tree.expected_tokens if verified.token_ids else 0.0
+            commits = bool(verified.token_ids)
             row.records.append(
                 StepRecord(
                     timing=timing,
@@ -420,8 +421,8 @@ class Engine:
                     top1_depth=tree.top1_depth,
                     num_accepted=len(verified.path),
                     num_committed=num_committed,
-                    expected_tokens=expected,
-                    expected_tokens_raw=expected,
+                    expected_tokens=tree.expected_tokens if commits else 0.0,
+                    expected_tokens_raw=tree.expected_tokens_raw if commits else 0.0,
                 )
             )
 

@@ -1,15 +1,18 @@
 """What to verify next: marginals from the drafter, and the method's stopping rule on them."""
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bastion_batch.core.acceptance import AcceptanceModel, Outcome, sampling_group
 from bastion_batch.core.budget import DraftGate, best_budget
 from bastion_batch.core.tree import (
     ROOT_ONLY,
     Candidates,
     DraftTree,
+    PathScores,
     best_first,
     plant,
     take_first,
@@ -18,7 +21,7 @@ from bastion_batch.core.tree import (
 from bastion_batch.engine.drafters import Drafter, DraftRow, Marginals
 from bastion_batch.engine.latency import StepCosts
 from bastion_batch.engine.row import Row
-from bastion_batch.engine.step import Work
+from bastion_batch.engine.step import Verified, Work
 from bastion_batch.records import Method
 
 MAX_NODES_PER_ROW = 128
@@ -78,6 +81,7 @@ class Proposer:
         self._nodes_per_row = nodes_per_row
         self._max_nodes = max_nodes
         self._gate = DraftGate()
+        self.acceptance = AcceptanceModel(drafter.depth if drafter else 1)
 
     def draft(self, rows: list[Row]) -> Marginals | None:
         """Marginals of all rows, or None for a plain step."""
@@ -112,8 +116,19 @@ class Proposer:
             np.array([row.max_tree_depth(self._max_context) for row in rows]),
             in_all,
             self._leaves(rows, marginals),
+            scores=self._scores(rows, marginals) if self._method == "bastion" else None,
             max_per_row=per_row,
         )
+
+    def _scores(self, rows: list[Row], marginals: Marginals) -> PathScores:
+        groups = np.array([sampling_group(row.request.sampling) for row in rows])
+        return self.acceptance.log_scores(marginals.log_probs_RDK, groups)
+
+    def learn(self, verified: Sequence[Verified]) -> None:
+        """Take in which nodes were accepted, of those whose parent was."""
+        outcomes = [outcome for v in verified if v.work.tree for outcome in _outcomes(v)]
+        if outcomes:
+            self.acceptance.observe(outcomes)
 
     def _leaves(self, rows: list[Row], marginals: Marginals) -> NDArray[np.bool_]:
         """Marks the tokens after which a row's output ends."""
@@ -140,3 +155,16 @@ class Proposer:
         plain = self._costs.step_seconds(tokens[:1], num_rows, context, drafted=False)
         self._gate.observe(budget.tokens_per_second, num_rows / float(plain[0]))
         return budget.num_nodes
+
+
+def _outcomes(verified: Verified) -> Iterator[Outcome]:
+    tree = verified.work.tree
+    assert tree is not None
+    group = sampling_group(verified.work.row.request.sampling)
+    accepted, on_path = {0, *verified.path}, set(tree.top1_path)
+    for node in range(1, len(tree.parents)):
+        parent = tree.parents[node]
+        if parent in accepted:
+            yield Outcome(
+                group, tree.depths[node], parent in on_path, tree.log_probs[node], node in accepted
+            )
