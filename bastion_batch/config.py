@@ -105,9 +105,9 @@ class OutputConfig(_Section):
 class ModelConfig(_Section):
     """The target and its drafter."""
 
-    target: str = identity()
-    """Built-in name, local directory or hub id."""
-    revision: str | None = identity(default=None)
+    target: str = operational()
+    """Built-in name, local directory or hub id; identity is the digest of what it holds."""
+    revision: str | None = operational(default=None)
     """Revision of a hub target."""
     drafter: str | None = operational(default="default")
     """``default`` (the one built in for the target), directory, hub id, or null: no drafting."""

@@ -1,5 +1,6 @@
 """What passes cost on this device: priors, first measurements, and learning from every step."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,14 @@ from bastion_batch.engine.step import Work, verify
 from bastion_batch.engine.target import Target
 from bastion_batch.records import Request
 
-VERIFY_GRID = ((1, 1), (2, 1), (4, 1), (8, 1), (16, 1), (32, 1), (64, 1), (8, 8), (32, 8), (128, 8))
-"""(pass tokens, rows) timed at start-up."""
-DRAFT_GRID = (1, 4, 16)
+VERIFY_GRID = ((1, 1), (16, 1), (64, 1), (4, 1), (8, 8), (32, 1), (128, 8), (2, 1), (8, 1), (32, 8))
+"""(pass tokens, rows) timed at start-up, those that say most first."""
+DRAFT_GRID = (1, 16, 4)
 """Rows of the draft passes timed at start-up."""
 CONTEXT = 128
+MAX_SECONDS = 6.0
+"""No further pass of a kind is timed after so long: a busy machine must not delay the start, and
+what was not timed is interpolated and then corrected by the steps themselves."""
 
 
 class StepCosts:
@@ -82,8 +86,11 @@ def calibrate(target: Target, drafter: Drafter | None) -> StepCosts:
 
 
 def _time_verify(target: Target, taps: tuple[int, ...]) -> list[Timing]:
-    timings = []
+    timings: list[Timing] = []
+    deadline = time.perf_counter() + MAX_SECONDS
     for num_tokens, num_rows in VERIFY_GRID:
+        if timings and time.perf_counter() > deadline:
+            break
         cache = target.new_cache()
         works = [_fan(target, row, num_tokens // num_rows) for row in range(num_rows)]
         for work in works:
@@ -108,8 +115,11 @@ def _time_draft(target: Target, drafter: Drafter) -> list[Timing]:
     width = drafter.depth + 1
     num_features = len(drafter.taps) * target.stack.config.hidden_size
     features = torch.zeros(CONTEXT, num_features, dtype=target.dtype, device=target.device)
-    timings = []
+    timings: list[Timing] = []
+    deadline = time.perf_counter() + MAX_SECONDS
     for num_rows in DRAFT_GRID:
+        if timings and time.perf_counter() > deadline:
+            break
         keys = [-1 - row for row in range(num_rows)]
         for key in keys:
             drafter.observe([key], [CONTEXT], features)

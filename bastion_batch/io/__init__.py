@@ -1,0 +1,1 @@
+"""Files in and out: sources, plan, prompts, tables, commit. Knows neither torch nor Ray."""
