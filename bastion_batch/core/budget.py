@@ -6,6 +6,7 @@ and the first decrease need not be the last. Plain decoding needs no drafter pas
 predicted to be faster the drafter is left out, and tried again after an exponential back-off.
 """
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -50,23 +51,27 @@ class DraftGate:
     SMOOTHING = 0.2
 
     def __init__(self) -> None:
-        self._advantage: float | None = None
+        self._advantage = 0.0
         self._wait = 1
+        self._waited = 0
         self._plain_left = 0
 
     def wants_draft(self) -> bool:
         """Whether to run the drafter in the coming step."""
         if self._plain_left:
             self._plain_left -= 1
+            self._waited += 1
             return False
         return True
 
     def observe(self, drafted_rate: float, plain_rate: float) -> None:
-        """Take note of a drafted step: predicted tokens per second with and without drafting."""
-        advantage = float(np.log(drafted_rate / plain_rate))
-        if self._advantage is None:
-            self._advantage = advantage
-        self._advantage += self.SMOOTHING * (advantage - self._advantage)
+        """Take note of a drafted step: predicted tokens per second with and without drafting.
+
+        What was known counts for less the longer ago it was.
+        """
+        kept = (1 - self.SMOOTHING) ** (1 + self._waited)
+        self._waited = 0
+        self._advantage = kept * self._advantage + (1 - kept) * math.log(drafted_rate / plain_rate)
         if self._advantage >= 0:
             self._wait = 1
             return

@@ -15,6 +15,12 @@ from numpy.typing import NDArray
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 """Pass tokens at which the correction is kept; between them it is interpolated in log tokens."""
 
+PRIOR = (1.0, 0.0)
+"""Alpha and beta of a branch that nothing is known of: the device's own speed."""
+
+MIN_SECONDS = 1e-7
+"""No pass is predicted to take less."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
@@ -85,6 +91,8 @@ class CorrectionTable:
 
     RATE = 0.1
     """Share of the (clipped) log error taken over by one observation."""
+    SHARED = 0.5
+    """Part of it taken over at every size: a throttled or shared device is slow everywhere."""
     MAX_LOG_ERROR = 0.5
     """A single observation counts as no more than this, however wild."""
 
@@ -115,7 +123,27 @@ class CorrectionTable:
         )
         self._log_factors[above - 1] += self.RATE * (1 - weight) * error
         self._log_factors[above] += self.RATE * weight * error
-        self._log_factors += 0.2 * self.RATE * error  # a throttled device is slow everywhere
+        self._log_factors += self.SHARED * self.RATE * error
+
+    def make_monotone(self, base_seconds: NDArray[np.float64], num_tokens: int) -> None:
+        """Believe the size just observed where another one contradicts it.
+
+        A larger pass is never faster: smaller sizes may not be predicted to take longer than
+        this one, nor larger ones to take less. Without it a pessimistic guess about a size that is
+        never tried would never be corrected.
+
+        Args:
+            base_seconds: the roofline at the grid's sizes.
+            num_tokens: the size observed.
+        """
+        base_at = float(np.interp(np.log(num_tokens), self._x, np.log(base_seconds)))
+        log_at = base_at + float(np.interp(np.log(num_tokens), self._x, self._log_factors))
+        log_seconds = np.log(base_seconds) + self._log_factors
+        smaller = self._x < np.log(num_tokens)
+        log_seconds = np.where(
+            smaller, np.minimum(log_seconds, log_at), np.maximum(log_seconds, log_at)
+        )
+        self._log_factors = log_seconds - np.log(base_seconds)
 
     def as_list(self) -> list[float]:
         """The factors at the grid points."""
@@ -135,8 +163,8 @@ class LatencyModel:
         self.shape = shape
         self.peak_flops = peak_flops
         self.bandwidth = bandwidth
-        self.compute = (1.0, 0.0)
-        self.memory = (1.0, 0.0)
+        self.compute = PRIOR
+        self.memory = PRIOR
         self.correction = CorrectionTable()
         self.num_observed = 0
         self.residual = 0.0
@@ -145,18 +173,27 @@ class LatencyModel:
     def fit(self, timings: list[Timing]) -> None:
         """Fit the roofline to timings, then put the correction table through what is left.
 
-        Branches are assigned by which term of the current roofline is larger, and refitted by
-        least squares on relative error with non-negative coefficients, a few times over.
+        Every split of the timings by arithmetic intensity is tried, the lower part fitted by the
+        memory branch and the rest by the compute branch; the one with the least relative error
+        stands, of equals the one that leaves more to memory.
         """
         loads = [PassLoad.of(t.num_tokens, t.num_rows, t.context_tokens) for t in timings]
         seconds = np.array([t.seconds for t in timings])
         compute = np.array([float(self.shape.flops(load)) / self.peak_flops for load in loads])
         memory = np.array([float(self.shape.moved_bytes(load)) / self.bandwidth for load in loads])
-        in_compute = compute > memory
-        for _ in range(8):
-            self.compute = _fit_branch(compute[in_compute], seconds[in_compute], self.compute)
-            self.memory = _fit_branch(memory[~in_compute], seconds[~in_compute], self.memory)
-            in_compute = _line(self.compute, compute) > _line(self.memory, memory)
+        order = np.argsort(compute / memory, kind="stable")
+        least_error = np.inf
+        for num_memory in range(len(timings), -1, -1):
+            low, high = order[:num_memory], order[num_memory:]
+            branches = (
+                _fit_branch(memory[low], seconds[low]),
+                _fit_branch(compute[high], seconds[high]),
+            )
+            predicted = np.maximum(_line(branches[0], memory), _line(branches[1], compute))
+            error = float(np.square(predicted / seconds - 1).sum()) + 1e-9
+            if error < 0.99 * least_error:
+                least_error = error
+                self.memory, self.compute = branches
         self.correction = CorrectionTable()
         by_tokens: dict[int, list[float]] = {}
         for timing in timings:
@@ -184,15 +221,20 @@ class LatencyModel:
             context_tokens: cached tokens, summed over the rows.
         """
         load = PassLoad.of(num_tokens, num_rows, context_tokens)
+        result = self._roofline(load) * self.correction.factor(load.num_tokens)
+        return float(result) if np.ndim(num_tokens) == 0 else result
+
+    def _roofline(self, load: PassLoad) -> NDArray[np.float64]:
         compute = _line(self.compute, self.shape.flops(load) / self.peak_flops)
         memory = _line(self.memory, self.shape.moved_bytes(load) / self.bandwidth)
-        result = np.maximum(compute, memory) * self.correction.factor(load.num_tokens)
-        return float(result) if np.ndim(num_tokens) == 0 else result
+        return np.maximum(np.maximum(compute, memory), MIN_SECONDS)
 
     def observe(self, num_tokens: int, num_rows: int, context_tokens: int, seconds: float) -> None:
         """Learn from a pass that took `seconds`."""
         predicted = self.seconds(num_tokens, num_rows, context_tokens)
         self.correction.observe(num_tokens, predicted, seconds)
+        grid = self._roofline(PassLoad.of(np.array(GRID, np.float64), num_rows, context_tokens))
+        self.correction.make_monotone(grid, num_tokens)
         self.num_observed += 1
         rate = max(0.02, 1 / self.num_observed)
         self.residual += rate * (abs(predicted / seconds - 1) - self.residual)
@@ -218,12 +260,13 @@ def _line(coefficients: tuple[float, float], x: NDArray[np.float64]) -> NDArray[
     return alpha * x + beta
 
 
-def _fit_branch(
-    x: NDArray[np.float64], seconds: NDArray[np.float64], fallback: tuple[float, float]
-) -> tuple[float, float]:
-    """Least squares of relative error for `alpha * x + beta`, both at least 0."""
+def _fit_branch(x: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
+    """Least squares of relative error for `alpha * x + beta`, both at least 0.
+
+    A branch without data keeps the prior.
+    """
     if not len(x):
-        return fallback
+        return PRIOR
     if len(x) == 1:
         return float(seconds[0] / x[0]), 0.0
     design = np.stack([x, np.ones_like(x)], 1) / seconds[:, None]

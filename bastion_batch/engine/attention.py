@@ -20,6 +20,9 @@ from torch import Tensor
 
 from bastion_batch.engine.cache import KVCache, Slot
 
+CALL_PAIRS = (4096, 262_144)
+"""(query, key) pairs that take as long as calling attention once more, on a CPU and on CUDA."""
+
 
 class PassRow(NamedTuple):
     """One row's share of a pass: `num_tokens` tokens after the context in its slot."""
@@ -28,11 +31,6 @@ class PassRow(NamedTuple):
     num_tokens: int
     visible: NDArray[np.bool_] | None
     """`[num_tokens, num_tokens]`, row n marks what token n sees; None for a causal chunk."""
-
-    @property
-    def is_prompt(self) -> bool:
-        """Long causal chunks are attended to one by one: padding others to them would cost."""
-        return self.visible is None and self.num_tokens > 1
 
 
 class _Batch(NamedTuple):
@@ -62,7 +60,8 @@ class AttentionPlan:
         self._cache = cache
         self._batches: list[_Batch] = []
         start = 0
-        for batch in _side_by_side(rows):
+        call_pairs = CALL_PAIRS[cache.device.type == "cuda"]
+        for batch in _side_by_side(rows, call_pairs):
             self._batches.append(_make_batch(cache, batch, start, num_q_heads))
             start = self._batches[-1].stop
 
@@ -92,7 +91,7 @@ class StorePlan:
             places.extend(range(first, first + count))
             start += count
         for slot, sources, places in tokens.values():
-            from_S, to_S = (_to(np.array(part), cache.device) for part in (sources, places))
+            from_S, to_S = (_to(np.array(p, np.int64), cache.device) for p in (sources, places))
             self._parts.append((slot, from_S, to_S))
 
     def store(self, layer: int, keys_values: Tensor) -> None:
@@ -107,21 +106,31 @@ def pass_order(slots: Sequence[Slot], is_prompt: Sequence[bool]) -> list[int]:
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _side_by_side(rows: Sequence[PassRow]) -> list[list[PassRow]]:
+def _side_by_side(rows: Sequence[PassRow], call_pairs: int) -> list[list[PassRow]]:
+    """Cut the rows into batches that lie side by side in the cache.
+
+    A row joins the batch before it unless what both would be padded by costs more than a batch of
+    its own does.
+    """
     batches: list[list[PassRow]] = []
+    longest = most_keys = 0
     for row in rows:
-        before = batches[-1][-1] if batches else None
-        if (
-            before is not None
-            and not before.is_prompt
-            and not row.is_prompt
-            and before.slot.capacity == row.slot.capacity
-            and before.slot.index + 1 == row.slot.index
-        ):
-            batches[-1].append(row)
-        else:
-            batches.append([row])
+        size, num_keys = row.num_tokens, row.slot.length + row.num_tokens
+        both = (max(longest, size), max(most_keys, num_keys))
+        if batches and _are_neighbours(batches[-1][-1], row):
+            count = len(batches[-1])
+            apart = count * longest * most_keys + size * num_keys + call_pairs
+            if (count + 1) * both[0] * both[1] <= apart:
+                batches[-1].append(row)
+                longest, most_keys = both
+                continue
+        batches.append([row])
+        longest, most_keys = size, num_keys
     return batches
+
+
+def _are_neighbours(left: PassRow, right: PassRow) -> bool:
+    return left.slot.capacity == right.slot.capacity and left.slot.index + 1 == right.slot.index
 
 
 def _make_batch(cache: KVCache, rows: list[PassRow], start: int, num_q_heads: int) -> _Batch:

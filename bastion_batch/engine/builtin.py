@@ -54,6 +54,9 @@ BUILT_IN_TARGETS: dict[str, BuiltInTarget] = {
     ),
 }
 
+GGUF_CONTROL = 3
+"""The token type of special tokens."""
+
 _TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -175,7 +178,8 @@ def _write_tokenizer(fields: Mapping[str, Any], directory: Path) -> None:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    control = [t for t, kind in zip(tokens, fields["tokenizer.ggml.token_type"]) if kind == 3]
+    kinds = fields["tokenizer.ggml.token_type"]
+    control = [t for t, kind in zip(tokens, kinds, strict=True) if kind == GGUF_CONTROL]
     tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in control])
     tokenizer.save(str(directory / "tokenizer.json"))
     _write_json(
