@@ -51,9 +51,7 @@ def test_greedy_text_equals_transformers(family, expected, method, max_batch):
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 5, 8, 13, 21, 34, 64])
 def test_no_budget_changes_the_text(family, expected, num_nodes):
     drafter = RandomDrafter(97, depth=5, num_ranks=8, seed=num_nodes)
-    engine = tiny_engine(
-        family, drafter, method="ddtree", nodes_per_row=num_nodes, max_batch=4
-    )
+    engine = tiny_engine(family, drafter, method="ddtree", nodes_per_row=num_nodes, max_batch=4)
     assert outputs_of(engine, requests(COUNT)) == expected
     assert engine.totals.num_nodes > 0
 

@@ -175,7 +175,7 @@ class LatencyModel:
 
         Every split of the timings by arithmetic intensity is tried, the lower part fitted by the
         memory branch and the rest by the compute branch; the one with the least relative error
-        stands, of equals the one that leaves more to memory.
+        stands. Of equals, one branch is preferred to two, and the one that the data sheet says.
         """
         loads = [PassLoad.of(t.num_tokens, t.num_rows, t.context_tokens) for t in timings]
         seconds = np.array([t.seconds for t in timings])
@@ -183,7 +183,8 @@ class LatencyModel:
         memory = np.array([float(self.shape.moved_bytes(load)) / self.bandwidth for load in loads])
         order = np.argsort(compute / memory, kind="stable")
         least_error = np.inf
-        for num_memory in range(len(timings), -1, -1):
+        says_memory = int((memory >= compute).sum() * 2 >= len(timings)) * len(timings)
+        for num_memory in (says_memory, len(timings) - says_memory, *range(1, len(timings))):
             low, high = order[:num_memory], order[num_memory:]
             branches = (
                 _fit_branch(memory[low], seconds[low]),
