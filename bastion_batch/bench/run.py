@@ -29,6 +29,7 @@ from bastion_batch.engine.target import Target
 from bastion_batch.errors import InputError
 from bastion_batch.records import Method
 
+ARMS = ("ar", "dflash", "ddtree", "bastion", "transformers")
 PEER = "transformers"
 """The arm that is transformers' own `generate`, one prompt at a time."""
 MAX_BUSY_PERCENT = 15.0
@@ -72,7 +73,16 @@ def refuse_loaded_machine() -> None:
 def run_bench(
     config: BenchConfig, progress: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
-    """Measure and return the report, JSON-able: setting, arms, and ratios to `ar` and to the peer."""
+    """Measure and return the report, JSON-able: setting, arms, and ratios to `ar` and to the peer.
+
+    Raises:
+        InputError: an arm or the prompts file is unknown, or the target cannot be used.
+    """
+    unknown = [name for name in config.methods if name not in ARMS]
+    if unknown:
+        raise InputError(f"unknown methods {', '.join(unknown)}; known: {', '.join(ARMS)}")
+    if not config.prompts.is_file():
+        raise InputError(f"prompts file {config.prompts} does not exist")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     device = pick_device("auto")
@@ -172,3 +182,28 @@ def _same_text(runs: dict[str, list[ArmRun]]) -> dict[str, float]:
         )
         for name, arm in runs.items()
     }
+
+
+def table(report: dict[str, Any]) -> str:
+    """The report for people: a line per arm, with its speed over `ar` and over the peer."""
+    lines = [
+        f"{'':<14}{'tokens/s':>10}{'tok/step':>10}{'nodes':>8}{'over ar':>18}{'over peer':>18}"
+    ]
+    for name, arm in report["arms"].items():
+        ratios = (_shown(report["ratios"].get(f"{name}/{base}")) for base in ("ar", PEER))
+        lines.append(
+            f"{name:<14}{arm['tokens_per_second']:>10.1f}"
+            f"{arm.get('tokens_per_step', 1.0):>10.2f}{arm.get('nodes_per_row_step', 0.0):>8.1f}"
+            + "".join(f"{ratio:>18}" for ratio in ratios)
+        )
+    setting = report["setting"]
+    lines.append(
+        f"{setting['device']}, {setting['dtype']}, {setting['threads']} threads, "
+        f"batch {setting['batch']}, temperature {setting['temperature']}; "
+        "ratios: median of paired groups, 90 % interval"
+    )
+    return "\n".join(lines)
+
+
+def _shown(ratio: dict[str, float] | None) -> str:
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f}-{ratio['high']:.2f})" if ratio else "-"

@@ -1,0 +1,123 @@
+"""Where workers get their engines from: real checkpoints, or the scripted engine of the tests."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from bastion_batch.config import JobConfig
+from bastion_batch.records import Completion, Request, RowFault
+
+if TYPE_CHECKING:
+    from bastion_batch.engine.checkpoints import ModelFiles
+
+
+class DecodingEngine(Protocol):
+    """What a worker needs of an engine: see `bastion_batch.engine.Engine`."""
+
+    max_batch: int
+    tokenizer: Any
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `check` accepts."""
+        ...
+
+    def step(self) -> list[Completion]:
+        """Decode one step of all live rows; the completions that ended in it."""
+        ...
+
+    def check(self, num_prompt_tokens: int) -> RowFault | None:
+        """Why a prompt of so many tokens cannot be decoded, or None."""
+        ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a row is queued or live."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows queued."""
+        ...
+
+    @property
+    def num_running(self) -> int:
+        """Rows live."""
+        ...
+
+    @property
+    def info(self) -> Any:  # noqa: ANN401 - a named tuple of JSON values
+        """What the engine is and runs on, for `run.json`."""
+        ...
+
+    @property
+    def totals(self) -> Any:  # noqa: ANN401 - a named tuple with the fields of EngineCounts
+        """What it has done so far."""
+        ...
+
+
+class TargetFiles(NamedTuple):
+    """The target as the plan needs it."""
+
+    name: str
+    path: Path
+    digest: str
+
+
+class EngineSource(Protocol):
+    """Checks a job's models in the driver, and builds the engine in each worker."""
+
+    def check(self, job: JobConfig) -> "TargetFiles | ModelFiles":
+        """Resolve target and drafter; ModelError, before any device's time is spent."""
+        ...
+
+    def load_tokenizer(self, target: "TargetFiles | ModelFiles") -> Any:  # noqa: ANN401
+        """The target's tokenizer."""
+        ...
+
+    def build(self, job: JobConfig, device: str, num_threads: int) -> DecodingEngine:
+        """Load the models onto this process's device."""
+        ...
+
+
+class PretrainedEngines:
+    """Engines from checkpoints: `bastion_batch.engine.Engine`."""
+
+    def check(self, job: JobConfig) -> "ModelFiles":
+        """Resolve target and drafter on this machine."""
+        from bastion_batch.engine.checkpoints import resolve_drafter, resolve_target
+
+        target = resolve_target(job.model.target, job.model.revision)
+        if job.decoding.method != "ar":
+            resolve_drafter(job.model.drafter, target.name)
+        return target
+
+    def load_tokenizer(self, target: "TargetFiles | ModelFiles") -> Any:  # noqa: ANN401
+        """The target's tokenizer."""
+        from bastion_batch.engine.checkpoints import load_tokenizer
+
+        return load_tokenizer(target.path)
+
+    def build(self, job: JobConfig, device: str, num_threads: int) -> DecodingEngine:
+        """Load the models; sets the threads of this process, so torch must not have run yet."""
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # Ray has set it to an actor's CPUs
+        from bastion_batch.engine import Engine
+
+        return Engine.from_pretrained(
+            job.model.target,
+            job.model.drafter,
+            revision=job.model.revision,
+            dtype=job.model.dtype,
+            device=device,
+            method=job.decoding.method,
+            nodes_per_row=job.decoding.nodes_per_row,
+            max_nodes=job.decoding.max_nodes,
+            max_batch=job.workers.max_batch,
+            threads=num_threads,
+            baseline_bursts=True,
+        )
+
+
+def as_mapping(values: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any named tuple
+    """A named tuple's fields and values."""
+    return values._asdict()

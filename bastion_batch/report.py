@@ -1,0 +1,143 @@
+"""The end of a job: its result, recomputed from storage, and the table that shows it."""
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bastion_batch.cluster.messages import EngineCounts, measured_speedup
+from bastion_batch.errors import OutputError
+from bastion_batch.io.plan import Plan, load_plan
+from bastion_batch.io.results import Totals, read_totals
+from bastion_batch.run_record import engine_counts, read_record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """What a job's output holds, and what making it took. Counts samples as outputs of their own.
+
+    Times and rates cover every recorded invocation; they are None when none has decoded.
+    """
+
+    name: str
+    output: str
+    complete: bool
+    num_rows: int
+    """Input rows."""
+    num_outputs: int
+    """Committed rows of `data/`."""
+    num_outputs_planned: int
+    num_failed: int
+    error_kinds: dict[str, int]
+    """Failed outputs by kind."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+    wall_seconds: float
+    tokens_per_second: float | None
+    tokens_per_step: float | None
+    """Tokens per decode step of a row."""
+    mean_nodes: float | None
+    """Drafted nodes per decode step of a row."""
+    speedup: float | None
+    """Over plain decoding on the same devices, measured during the job."""
+
+    @property
+    def data(self) -> str:
+        """The directory of the answers."""
+        return str(Path(self.output) / "data")
+
+
+def load_result(output: str | Path) -> JobResult:
+    """The result of an output so far.
+
+    Raises:
+        OutputError: there is no job in this directory.
+    """
+    plan = load_plan(output)
+    if plan is None:
+        raise OutputError(f"{output} holds no job: it has no _bastion/plan.json")
+    return result_of(output, plan, read_totals(output, plan))
+
+
+def result_of(output: str | Path, plan: Plan, totals: Totals) -> JobResult:
+    """Join what the files hold with what the engines recorded."""
+    record: dict[str, Any] = read_record(output) or {"name": "job", "invocations": []}
+    engines = engine_counts(record["invocations"])
+    counts = EngineCounts()
+    for engine in engines:
+        counts = counts.plus(engine)
+    decoding_seconds = sum(i["decoding_seconds"] for i in record["invocations"])
+    return JobResult(
+        name=record["name"],
+        output=str(output),
+        complete=totals.num_units == plan.num_units,
+        num_rows=plan.num_rows,
+        num_outputs=totals.num_outputs,
+        num_outputs_planned=plan.num_outputs,
+        num_failed=totals.num_failed,
+        error_kinds=totals.error_kinds,
+        num_prompt_tokens=totals.num_prompt_tokens,
+        num_output_tokens=totals.num_output_tokens,
+        wall_seconds=sum(i["wall_seconds"] for i in record["invocations"]),
+        tokens_per_second=counts.num_committed / decoding_seconds if decoding_seconds else None,
+        tokens_per_step=counts.tokens_per_step,
+        mean_nodes=counts.mean_nodes,
+        speedup=measured_speedup(engines),
+    )
+
+
+def table(result: JobResult) -> str:
+    """The end table: aligned lines, nothing that needs a terminal."""
+    lines = [
+        ("rows", _rows(result)),
+        ("failed rows", _failed(result)),
+        ("output tokens", f"{result.num_output_tokens:,}"),
+        ("wall time", duration(result.wall_seconds)),
+        ("tokens/s", _number(result.tokens_per_second, ".1f")),
+        ("tokens per step", _number(result.tokens_per_step, ".2f")),
+        ("mean nodes", _number(result.mean_nodes, ".1f")),
+        ("speedup", _speedup(result.speedup)),
+        ("output", result.data),
+        ("read it", read_command(result.data)),
+    ]
+    return "\n".join(f"{label:<17}{value}" for label, value in lines)
+
+
+def read_command(data: str) -> str:
+    """One line for a shell that shows the answers."""
+    program = f"import pyarrow.dataset as d; print(d.dataset({data!r}).to_table())"
+    plain = re.fullmatch(r"[\w./-]+", data)
+    return f'python -c "{program}"' if plain else f"python -c {shlex.quote(program)}"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds, as far as they matter."""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02} h" if hours else f"{minutes}:{rest:02} min"
+
+
+def _rows(result: JobResult) -> str:
+    samples = result.num_outputs_planned // result.num_rows
+    outputs = f" x {samples} samples" if samples > 1 else ""
+    if result.complete:
+        return f"{result.num_rows:,}{outputs}"
+    return f"{result.num_outputs:,} of {result.num_outputs_planned:,}: not complete"
+
+
+def _failed(result: JobResult) -> str:
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result.error_kinds.items()))
+    return f"{result.num_failed:,}" + (f" ({kinds})" if kinds else "")
+
+
+def _speedup(speedup: float | None) -> str:
+    if speedup is None:
+        return "not measured"
+    return f"{speedup:.2f}x over plain decoding, measured in this job"
+
+
+def _number(value: float | None, format_spec: str) -> str:
+    return "-" if value is None else format(value, format_spec)

@@ -1,0 +1,276 @@
+"""The coordinator against random schedules of leases, commits, losses and late messages."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bastion_batch.cluster.coordinator import Coordinator
+from bastion_batch.cluster.messages import (
+    Done,
+    EngineCounts,
+    Lease,
+    UnitSummary,
+    Wait,
+    WorkerReport,
+    measured_speedup,
+)
+from bastion_batch.cluster.runs import PendingUnits
+
+SUMMARY = UnitSummary(num_outputs=4, num_failed=0, won=True)
+
+
+def coordinator(num_units=4, *, spans=None, done=(), max_open_units=8):
+    return Coordinator(
+        spans=spans or [0] * num_units,
+        num_outputs=[4] * (len(spans) if spans else num_units),
+        done=done,
+        max_open_units=max_open_units,
+    )
+
+
+def lease_all(c, attempt):
+    """Lease until refused."""
+    leases = []
+    while isinstance(reply := c.lease(attempt, 0.0), Lease):
+        leases.append(reply)
+    return leases
+
+
+def commit(c, attempt, lease, summary=SUMMARY):
+    c.committed(attempt, lease.unit, lease.epoch, summary, 0.0)
+
+
+def test_one_worker_takes_units_in_order_and_finishes():
+    c = coordinator(3)
+    c.register("w0", 1, {}, 0.0)
+    leases = lease_all(c, 1)
+    assert [lease.unit for lease in leases] == [0, 1, 2]
+    assert isinstance(c.lease(1, 0.0), Wait)
+    for lease in leases:
+        commit(c, 1, lease)
+    assert c.lease(1, 0.0) == Done(drained=False)
+    assert c.progress(0.0).finished
+
+
+def test_open_units_are_bounded():
+    c = coordinator(20, max_open_units=3)
+    c.register("w0", 1, {}, 0.0)
+    leases = lease_all(c, 1)
+    assert len(leases) == 3
+    commit(c, 1, leases[0])
+    assert isinstance(c.lease(1, 0.0), Lease)
+
+
+def test_committed_units_of_earlier_invocations_are_not_leased():
+    c = coordinator(4, done={0, 2})
+    c.register("w0", 1, {}, 0.0)
+    assert [lease.unit for lease in lease_all(c, 1)] == [1, 3]
+    assert c.progress(0.0).num_committed == 8
+
+
+def test_a_lost_workers_units_come_back_in_order_with_a_higher_epoch():
+    c = coordinator(5)
+    c.register("w0", 1, {}, 0.0)
+    c.register("w1", 2, {}, 0.0)
+    mine = [c.lease(1, 0.0) for _ in range(3)]
+    commit(c, 1, mine[1])
+    c.worker_lost(1, (), 0.0)
+    assert lease_all(c, 2) == [Lease(0, 2), Lease(2, 2), Lease(3, 1), Lease(4, 1)]
+
+
+def test_a_lost_worker_is_told_to_stop_and_its_late_commit_is_dropped():
+    c = coordinator(2)
+    c.register("w0", 1, {}, 0.0)
+    c.register("w0", 2, {}, 0.0)
+    late = c.lease(1, 0.0)
+    c.worker_lost(1, (), 0.0)
+    assert c.lease(1, 0.0) == Done(drained=True)
+    commit(c, 1, late)
+    again = c.lease(2, 0.0)
+    commit(c, 1, late)
+    assert (c.num_dropped, c.progress(0.0).num_units_done) == (2, 0)
+    commit(c, 2, again)
+    assert c.progress(0.0).num_units_done == 1
+
+
+def test_a_unit_whose_file_exists_is_done_even_if_its_message_was_lost():
+    c = coordinator(2)
+    c.register("w0", 1, {}, 0.0)
+    assert len(lease_all(c, 1)) == 2
+    c.worker_lost(1, {1}, 0.0)
+    c.register("w0", 2, {}, 0.0)
+    assert lease_all(c, 2) == [Lease(0, 2)]
+
+
+def test_losing_a_worker_twice_or_before_it_registered_changes_nothing():
+    c = coordinator(2)
+    c.worker_lost(1, (), 0.0)
+    c.register("w0", 1, {}, 0.0)
+    assert c.lease(1, 0.0) == Done(drained=True)
+    c.register("w0", 2, {}, 0.0)
+    lease_all(c, 2)
+    c.worker_lost(2, (), 0.0)
+    c.worker_lost(2, (), 0.0)
+    c.register("w0", 3, {}, 0.0)
+    assert len(lease_all(c, 3)) == 2
+
+
+def test_draining_leases_nothing_more_and_still_takes_commits():
+    c = coordinator(3)
+    c.register("w0", 1, {}, 0.0)
+    lease = c.lease(1, 0.0)
+    c.drain()
+    assert c.lease(1, 0.0) == Done(drained=True)
+    commit(c, 1, lease)
+    assert c.progress(0.0).num_units_done == 1
+
+
+def test_workers_stream_spans_of_their_own_and_split_the_last_one():
+    spans = [0] * 4 + [1] * 4
+    c = coordinator(spans=spans, max_open_units=100)
+    for attempt in (1, 2, 3):
+        c.register(f"w{attempt}", attempt, {}, 0.0)
+    first, second = c.lease(1, 0.0), c.lease(2, 0.0)
+    assert (first.unit, second.unit) == (0, 4)
+    third = c.lease(3, 0.0)
+    assert third.unit == 2, "the upper half of the longest run"
+    assert c.lease(1, 0.0).unit == 1
+    assert c.lease(3, 0.0).unit == 3
+
+
+def test_progress_counts_outputs_rate_and_time_left():
+    c = coordinator(2)
+    c.register("w0", 1, {}, 10.0)
+    lease = c.lease(1, 10.0)
+    for second in range(5):
+        counts = EngineCounts(
+            num_row_steps=10 * second,
+            num_committed=30 * second,
+            num_decoded=25 * second,
+            num_nodes=50,
+        )
+        c.report(1, WorkerReport(counts, 1, second, 20 * second), 10.0 + second)
+    progress = c.progress(14.0)
+    assert progress.elapsed_seconds == 4.0
+    assert progress.tokens_per_second == pytest.approx(30.0)
+    assert progress.tokens_per_step == pytest.approx(2.5)
+    assert progress.mean_nodes == pytest.approx(50 / 40)
+    assert (progress.num_done, progress.num_outputs) == (1, 8)
+    # 7 outputs of 20 tokens, 120 - 80 tokens of them decoded already, at 30 a second.
+    assert progress.eta_seconds == pytest.approx((7 * 20 - 40) / 30)
+    commit(c, 1, lease, UnitSummary(4, 1, won=True))
+    assert c.progress(14.0).num_failed == 1
+
+
+def test_speedup_weighs_each_device_by_its_own_plain_rate():
+    fast = EngineCounts(plain_tokens=100, plain_seconds=1.0, paired_tokens=200, paired_seconds=1.0)
+    slow = EngineCounts(plain_tokens=10, plain_seconds=1.0, paired_tokens=30, paired_seconds=1.0)
+    assert measured_speedup([fast]) == pytest.approx(2.0)
+    assert measured_speedup([fast, slow]) == pytest.approx(2.5)
+    assert measured_speedup([EngineCounts(), fast]) == pytest.approx(2.0)
+    assert measured_speedup([EngineCounts(plain_tokens=3, plain_seconds=1.0)]) is None
+
+
+class _Schedule:
+    """Drives a coordinator at random and checks its promises after every call."""
+
+    def __init__(self, data, spans, num_workers):
+        self.draw = data.draw
+        self.c = coordinator(spans=spans, max_open_units=self.draw(st.integers(1, 4)))
+        self.num_units = len(spans)
+        self.next_attempt = 1
+        self.live = {}
+        self.zombies = []
+        self.files = {}
+        self.epochs = [0] * len(spans)
+        for name in range(num_workers):
+            self.start(name)
+
+    def start(self, name):
+        self.c.register(f"w{name}", self.next_attempt, {}, 0.0)
+        self.live[self.next_attempt] = (name, {})
+        self.next_attempt += 1
+
+    def step(self, may_lose):
+        attempt = self.draw(st.sampled_from(sorted(self.live)))
+        name, held = self.live[attempt]
+        action = self.draw(st.sampled_from(["lease", "commit", "late", "lose"]))
+        if action == "lease":
+            self.lease(attempt, held)
+        elif action == "commit" and held:
+            unit = self.draw(st.sampled_from(sorted(held)))
+            self.commit(attempt, unit, held.pop(unit))
+        elif action == "late" and self.zombies:
+            self.c.committed(*self.draw(st.sampled_from(self.zombies)), SUMMARY, 0.0)
+        elif action == "lose" and may_lose:
+            self.lose(attempt, name, held)
+
+    def lease(self, attempt, held):
+        reply = self.c.lease(attempt, 0.0)
+        if not isinstance(reply, Lease):
+            return
+        owned = {unit for _, units in self.live.values() for unit in units}
+        assert reply.unit not in owned, "two live owners"
+        assert reply.unit not in self.files, "leased although committed"
+        assert reply.epoch == self.epochs[reply.unit] + 1
+        self.epochs[reply.unit] = reply.epoch
+        held[reply.unit] = reply.epoch
+
+    def commit(self, attempt, unit, epoch):
+        assert unit not in self.files
+        self.files[unit] = attempt
+        if self.draw(st.booleans()):
+            self.c.committed(attempt, unit, epoch, SUMMARY, 0.0)
+        else:  # the worker dies after its file exists and before word of it arrives
+            name, held = self.live[attempt]
+            self.lose(attempt, name, held)
+
+    def lose(self, attempt, name, held):
+        self.c.worker_lost(attempt, set(self.files), 0.0)
+        self.zombies += [(attempt, unit, epoch) for unit, epoch in held.items()]
+        del self.live[attempt]
+        self.start(name)
+
+    def finish(self):
+        for _ in range(4 * self.num_units + 8):
+            for attempt, (_, held) in list(self.live.items()):
+                self.lease(attempt, held)
+                for unit in list(held):
+                    self.c.committed(attempt, unit, held.pop(unit), SUMMARY, 0.0)
+                    self.files[unit] = attempt
+            if self.c.progress(0.0).finished:
+                return
+        raise AssertionError("the job does not end")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 5), min_size=1, max_size=5), st.integers(1, 4))
+def test_any_schedule_ends_with_every_unit_done_once(data, span_sizes, num_workers):
+    spans = [span for span, size in enumerate(span_sizes) for _ in range(size)]
+    schedule = _Schedule(data, spans, num_workers)
+    for _ in range(data.draw(st.integers(0, 60))):
+        schedule.step(may_lose=True)
+    schedule.finish()
+    assert set(schedule.files) == set(range(len(spans)))
+    progress = schedule.c.progress(0.0)
+    assert progress.num_committed == progress.num_outputs == 4 * len(spans)
+    assert all(schedule.c.lease(a, 0.0) == Done(drained=False) for a in schedule.live)
+
+
+@settings(deadline=None)
+@given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=6), st.integers(1, 3))
+def test_pending_units_keep_runs_within_a_span(data, span_sizes, num_holders):
+    spans = [span for span, size in enumerate(span_sizes) for _ in range(size)]
+    units = [u for u in range(len(spans)) if data.draw(st.booleans())]
+    pending = PendingUnits(spans, units)
+    taken = []
+    while (holder := data.draw(st.integers(0, num_holders - 1))) is not None and len(pending):
+        if data.draw(st.integers(0, 9)) == 0:
+            pending.release(holder)
+        unit = pending.take(holder)
+        assert unit is not None
+        taken.append(unit)
+        if data.draw(st.integers(0, 5)) == 0:
+            pending.put_back([taken.pop()])
+    assert sorted(taken) == units
+    assert all(pending.take(h) is None for h in range(num_holders))

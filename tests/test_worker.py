@@ -1,0 +1,249 @@
+"""A worker in this process, on real files, with the scripted engine and a real coordinator."""
+
+import json
+import logging
+
+import pyarrow.parquet as pq
+import pytest
+
+from bastion_batch.cluster.coordinator import Coordinator
+from bastion_batch.cluster.links import LocalLink
+from bastion_batch.cluster.node import usable_cores, worker_threads
+from bastion_batch.cluster.run import coordinator_units
+from bastion_batch.cluster.scripted import ScriptedEngine, ScriptedEngines, scripted_ids
+from bastion_batch.cluster.worker import Worker, WorkerSpec
+from bastion_batch.config import parse_job
+from bastion_batch.core.noise import row_key
+from bastion_batch.errors import DataError, OutputError
+from bastion_batch.io.commit import committed_units
+from bastion_batch.io.plan import open_plan
+from bastion_batch.io.results import load_steps, prove_complete
+from bastion_batch.records import Request, SamplingParams
+
+ENGINES = ScriptedEngines(max_batch=4)
+
+
+@pytest.fixture(autouse=True)
+def _package_log_as_before():
+    package = logging.getLogger("bastion_batch")
+    handlers, level = list(package.handlers), package.level
+    yield
+    for handler in set(package.handlers) - set(handlers):
+        package.removeHandler(handler)
+        handler.close()
+    package.setLevel(level)
+
+
+def make_job(directory, rows, **sections):
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tree = {
+        "input": {"path": str(path), "prompt": "prompt"},
+        "output": {"path": str(directory / "out"), "unit_rows": 5},
+        "model": {"target": "scripted"},
+        "decoding": {"max_new_tokens": 12, "temperature": 1.0},
+    }
+    for name, fields in sections.items():
+        tree[name] = tree.get(name, {}) | fields
+    return parse_job(tree)
+
+
+def prompts(count):
+    return [{"prompt": f"question {i}", "label": i} for i in range(count)]
+
+
+class Bench:
+    """A planned job and its coordinator, and workers for it."""
+
+    def __init__(self, job):
+        self.job = job
+        self.plan = open_plan(job, ENGINES.check(job))
+        self.coordinator = Coordinator(
+            **coordinator_units(self.plan)._asdict(), done=committed_units(job.output.path)
+        )
+
+    def worker(self, attempt=65537, engines=ENGINES, **changes):
+        spec = {
+            "worker": "w0",
+            "attempt": attempt,
+            "job": self.job,
+            "job_id": self.plan.job_id,
+            "inputs": self.plan.inputs,
+            "steps": self.plan.steps,
+            "device": "cpu",
+            "workers_on_node": 1,
+        } | changes
+        return Worker(WorkerSpec(**spec), LocalLink(self.coordinator, attempt), engines)
+
+    def data(self):
+        return pq.read_table(f"{self.job.output.path}/data")
+
+
+def test_every_row_is_answered_once_with_its_own_text(tmp_path):
+    bench = Bench(make_job(tmp_path, prompts(23), decoding={"samples_per_row": 2}))
+    bench.worker().run()
+    prove_complete(bench.job.output.path, bench.plan)
+    rows = bench.data().to_pylist()
+    assert [(r["label"], r["sample_index"]) for r in rows] == [
+        (i, s) for i in range(23) for s in range(2)
+    ]
+    for row in rows:
+        request = Request(
+            row_id=row["row_id"],
+            prompt_ids=tuple(row["prompt"].encode()),
+            sampling=SamplingParams(max_new_tokens=12),
+            noise_key=row_key(0, row["row_id"], row["sample_index"]),
+        )
+        assert row["output"] == bytes(scripted_ids(request)).decode()
+        assert row["worker"] == "w0"
+    assert bench.coordinator.progress(0.0).finished
+
+
+def test_steps_add_up_to_the_tokens_of_each_row(tmp_path):
+    bench = Bench(make_job(tmp_path, prompts(12)))
+    bench.worker().run()
+    steps = load_steps(bench.job.output.path)
+    summed = steps.group_by("row_id").aggregate([("num_committed", "sum")])
+    sums = {row["row_id"]: row["num_committed_sum"] for row in summed.to_pylist()}
+    assert {r["row_id"]: r["num_output_tokens"] for r in bench.data().to_pylist()} == sums
+    assert set(steps["attempt"].to_pylist()) == {65537}
+
+
+def test_rows_at_fault_are_error_rows_and_the_others_are_answered(tmp_path):
+    rows = prompts(9)
+    rows[2] = {"prompt": None, "label": 2}
+    rows[5] = {"prompt": "x" * 5000, "label": 5}
+    rows[7] = {"prompt": "", "label": 7}
+    bench = Bench(make_job(tmp_path, rows, decoding={"samples_per_row": 2}))
+    bench.worker().run()
+    kinds = {r["label"]: r["error_kind"] for r in bench.data().to_pylist()}
+    assert {k: v for k, v in kinds.items() if v} == {
+        2: "null_prompt",
+        5: "prompt_too_long",
+        7: "empty_prompt",
+    }
+    assert bench.coordinator.progress(0.0).num_failed == 6
+
+
+def test_a_unit_of_faulty_rows_alone_is_committed(tmp_path):
+    bench = Bench(make_job(tmp_path, [{"prompt": None}] * 6 + prompts(1)))
+    bench.worker().run()
+    assert bench.data()["finish_reason"].to_pylist()[:6] == ["error"] * 6
+
+
+class WatchedEngine(ScriptedEngine):
+    """Notes the most rows it was ever given, and can fail at a step."""
+
+    most_rows = 0
+
+    def __init__(self, fail_at=None, **options):
+        super().__init__(**options)
+        self._fail_at = fail_at
+
+    def add(self, request):
+        super().add(request)
+        self.most_rows = max(self.most_rows, self.num_waiting + self.num_running)
+
+    def step(self):
+        if self.totals.num_steps == self._fail_at:
+            raise RuntimeError("CUDA error: an illegal memory access")
+        return super().step()
+
+
+class TheseEngines(ScriptedEngines):
+    """Hands out one engine that the test holds."""
+
+    def __init__(self, engine):
+        super().__init__()
+        object.__setattr__(self, "engine", engine)
+
+    def build(self, job, device, num_threads):
+        return self.engine
+
+
+def test_the_engine_holds_at_most_twice_its_batch(tmp_path):
+    engine = WatchedEngine(max_batch=4)
+    bench = Bench(make_job(tmp_path, prompts(60)))
+    bench.worker(engines=TheseEngines(engine)).run()
+    assert 4 < engine.most_rows <= 8
+
+
+def test_an_engine_fault_ends_the_worker_and_another_finishes_its_units(tmp_path):
+    bench = Bench(make_job(tmp_path, prompts(23)))
+    engines = TheseEngines(WatchedEngine(max_batch=4, fail_at=20))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        bench.worker(engines=engines).run()
+    done = committed_units(bench.job.output.path)
+    assert 0 < len(done) < bench.plan.num_units
+    bench.coordinator.worker_lost(65537, done, 0.0)
+    bench.worker(65538).run()
+    prove_complete(bench.job.output.path, bench.plan)
+    log = (tmp_path / "out/_bastion/logs/w0.log").read_text()
+    assert "worker w0 ends" in log
+    assert "illegal memory access" in log
+
+
+class Crash(BaseException):
+    """Stands for the process's end."""
+
+
+def test_a_crash_between_steps_and_data_leaves_orphans_that_do_not_count(tmp_path):
+    bench = Bench(make_job(tmp_path, prompts(10)))
+
+    def crash():
+        raise Crash
+
+    with pytest.raises(Crash):
+        bench.worker(before_data=crash).run()
+    assert committed_units(bench.job.output.path) == set()
+    assert len(list((tmp_path / "out/steps").iterdir())) == 1
+    bench.coordinator.worker_lost(65537, (), 0.0)
+    bench.worker(65538).run()
+    assert set(load_steps(bench.job.output.path)["attempt"].to_pylist()) == {65538}
+
+
+def test_a_given_up_worker_that_lives_on_changes_nothing(tmp_path):
+    bench = Bench(make_job(tmp_path, prompts(10)))
+
+    def overtaken():
+        if not committed_units(bench.job.output.path):
+            bench.coordinator.worker_lost(65537, (), 0.0)
+            bench.worker(65538).run()
+
+    bench.worker(before_data=overtaken).run()
+    prove_complete(bench.job.output.path, bench.plan)
+    assert set(load_steps(bench.job.output.path)["attempt"].to_pylist()) == {65538}
+    assert bench.coordinator.num_dropped >= 1
+
+
+def test_a_worker_that_does_not_see_the_output_says_so(tmp_path):
+    bench = Bench(make_job(tmp_path, prompts(3)))
+    with pytest.raises(OutputError, match="does not see the job's plan"):
+        bench.worker(job_id="another").run()
+
+
+def test_a_changed_input_stops_the_worker(tmp_path):
+    bench = Bench(make_job(tmp_path, prompts(3)))
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "other"}\n')
+    with pytest.raises(DataError, match="has changed"):
+        bench.worker().run()
+
+
+def test_no_prompt_text_in_the_log(tmp_path):
+    rows = [{"prompt": "SECRET-" + "x" * 5000}, {"prompt": "SECRET words"}]
+    Bench(make_job(tmp_path, rows)).worker().run()
+    assert "SECRET" not in (tmp_path / "out/_bastion/logs/w0.log").read_text()
+
+
+def test_threads_are_the_workers_share_of_the_cores():
+    assert worker_threads(3, 8) == 3
+    assert worker_threads("auto", 1) >= 1
+    assert worker_threads("auto", 10_000) == 1
+
+
+def test_a_containers_cpu_limit_counts(tmp_path):
+    limit = tmp_path / "cpu.max"
+    limit.write_text("50000 100000\n")
+    assert usable_cores(limit) == 1
+    limit.write_text("max 100000\n")
+    assert usable_cores(limit) == usable_cores(tmp_path / "absent") >= 1
