@@ -42,6 +42,10 @@ def operational(**kwargs: Any) -> Any:  # noqa: ANN401 - mirrors pydantic.Field
     return Field(json_schema_extra={"identity": False}, **kwargs)
 
 
+MIN_TEMPERATURE = 1e-3
+"""Below it logits divided by the temperature leave float32 no room for the noise."""
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, strict=False
@@ -165,6 +169,13 @@ class DecodingConfig(_Section):
             raise ValueError("an empty stop string would end every completion at once")
         return value
 
+    @field_validator("temperature")
+    @classmethod
+    def _greedy_or_warm(cls, value: float) -> float:
+        if 0 < value < MIN_TEMPERATURE:
+            raise ValueError(f"a temperature above 0 is at least {MIN_TEMPERATURE}; 0 is greedy")
+        return value
+
     @model_validator(mode="after")
     def _min_below_max(self) -> "DecodingConfig":
         if self.min_new_tokens > self.max_new_tokens:
@@ -245,6 +256,13 @@ class JobConfig(_Section):
                 ),
                 "output": self.output.model_copy(
                     update={"path": _absolute(self.output.path, base)}
+                ),
+                "model": self.model.model_copy(
+                    update={
+                        "target": _absolute_directory(self.model.target, base),
+                        "drafter": self.model.drafter
+                        and _absolute_directory(self.model.drafter, base),
+                    }
                 ),
             }
         )
@@ -362,3 +380,9 @@ def _is_identity(info: FieldInfo) -> bool:
 
 def _absolute(path: str, base: Path) -> str:
     return path if "://" in path else str(base / Path(path).expanduser())
+
+
+def _absolute_directory(name: str, base: Path) -> str:
+    """A model's name, made absolute if it is the path of a directory here."""
+    is_path = os.sep in name and Path(_absolute(name, base)).is_dir()
+    return _absolute(name, base) if is_path else name

@@ -91,3 +91,16 @@ def test_drafting_comes_back_soon_after_it_pays_again(bad_rate):
     while run(gate, 20, 1.5) < 20:
         steps += 20
         assert steps <= 2 * DraftGate.MAX_WAIT, "back after a wait or two"
+
+
+def test_after_recovery_a_new_doubt_is_short():
+    """The wait starts over once drafting pays again."""
+    gate = DraftGate()
+    run(gate, 2_000, 0.5)
+    run(gate, 2 * DraftGate.MAX_WAIT + 100, 1.5)
+    while gate.wants_draft():
+        gate.observe(0.2, 1.0)
+    waited = 1
+    while not gate.wants_draft():
+        waited += 1
+    assert waited <= 4

@@ -33,13 +33,11 @@ def files_of_the_repository() -> list[Path]:
     )
     names = listed.stdout.splitlines()
     if listed.returncode:
-        generated = {".venv", "out", "build", "dist"}
-        names = [
-            str(path.relative_to(ROOT))
-            for path in ROOT.rglob("*")
-            if not generated & set(path.relative_to(ROOT).parts)
-            and not any("cache" in part or part == ".hypothesis" for part in path.parts)
-        ]
+        generated = re.compile(
+            r"(^|/)(\.venv|out|build|dist|\.hypothesis|[.\w]*_cache|__pycache__)/"
+        )
+        paths = [path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*")]
+        names = [path for path in paths if not generated.search(path)]
     return [ROOT / name for name in names if (ROOT / name).is_file()]
 
 

@@ -439,7 +439,7 @@ def walked(logits_after: dict[Path, np.ndarray], walk: Walk, num_rows: int) -> l
 
 
 def argmax_walk(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
-    """Accepts along the target's argmax and samples only the last token (style 5.1, item 1)."""
+    """Accepts along the target's argmax and samples only the last token."""
     is_last = len(draws[0].output_ids) == LENGTH - 1
     return choose(logits, draws) if is_last else argmax(logits).tolist()
 

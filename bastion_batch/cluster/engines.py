@@ -101,8 +101,11 @@ class PretrainedEngines:
     def build(self, job: JobConfig, device: str, num_threads: int) -> DecodingEngine:
         """Load the models; sets the threads of this process, so torch must not have run yet."""
         os.environ["OMP_NUM_THREADS"] = str(num_threads)  # Ray has set it to an actor's CPUs
+        from transformers.utils import logging as transformers_logging
+
         from bastion_batch.engine import Engine
 
+        transformers_logging.disable_progress_bar()  # the log of a worker is not a terminal
         return Engine.from_pretrained(
             job.model.target,
             job.model.drafter,

@@ -18,6 +18,10 @@ GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1
 PRIOR = (1.0, 0.0)
 """Alpha and beta of a branch that nothing is known of: the device's own speed."""
 
+MIN_BRANCH_TIMINGS = 2
+CLEAR_GAIN = 0.25
+"""A fit with more freedom must leave no more than this share of the squared error."""
+
 MIN_SECONDS = 1e-7
 """No pass is predicted to take less."""
 
@@ -175,7 +179,8 @@ class LatencyModel:
 
         Every split of the timings by arithmetic intensity is tried, the lower part fitted by the
         memory branch and the rest by the compute branch; the one with the least relative error
-        stands. Of equals, one branch is preferred to two, and the one that the data sheet says.
+        stands. One branch is preferred to two, and the one that the data sheet says to the other,
+        unless the error falls clearly: noise must not invent a branch that never bound.
         """
         loads = [PassLoad.of(t.num_tokens, t.num_rows, t.context_tokens) for t in timings]
         seconds = np.array([t.seconds for t in timings])
@@ -184,7 +189,8 @@ class LatencyModel:
         order = np.argsort(compute / memory, kind="stable")
         least_error = np.inf
         says_memory = int((memory >= compute).sum() * 2 >= len(timings)) * len(timings)
-        for num_memory in (says_memory, len(timings) - says_memory, *range(1, len(timings))):
+        both = range(MIN_BRANCH_TIMINGS, len(timings) - MIN_BRANCH_TIMINGS + 1)
+        for num_memory in (says_memory, len(timings) - says_memory, *both):
             low, high = order[:num_memory], order[num_memory:]
             branches = (
                 _fit_branch(memory[low], seconds[low]),
@@ -192,7 +198,7 @@ class LatencyModel:
             )
             predicted = np.maximum(_line(branches[0], memory), _line(branches[1], compute))
             error = float(np.square(predicted / seconds - 1).sum()) + 1e-9
-            if error < 0.99 * least_error:
+            if error < CLEAR_GAIN * least_error:
                 least_error = error
                 self.memory, self.compute = branches
         self.correction = CorrectionTable()

@@ -102,7 +102,7 @@ ROOT_ONLY = DraftTree([-1], [0], [-1])
 def best_first(
     log_probs_RDK: NDArray[np.floating],
     max_depths: NDArray[np.integer],
-    max_candidates: int,
+    max_candidates: int | None,
     leaves_RDK: NDArray[np.bool_] | None = None,
     *,
     scores: PathScores | None = None,
@@ -117,13 +117,15 @@ def best_first(
     Args:
         log_probs_RDK: log-probabilities, at most 0, decreasing along K; -inf for "never".
         max_depths: the deepest node allowed in each row.
-        max_candidates: how many to return at most.
+        max_candidates: how many to return at most; None with `max_per_row`, for all it finds.
         leaves_RDK: marks tokens after which nothing can follow, such as stop tokens.
         scores: what ranks the candidates; `log_probs_RDK` itself if None.
         max_per_row: the sequence holds at least the best so many of every row, and may leave out
             what is not among them.
     """
-    most_in_row = min(max_candidates, max_per_row or max_candidates)
+    limits = [limit for limit in (max_candidates, max_per_row) if limit is not None]
+    assert limits, "one of the two limits is needed"
+    most_in_row = min(limits)
     num_rows, max_depth, _ = log_probs_RDK.shape
     if leaves_RDK is None:
         leaves_RDK = np.zeros(log_probs_RDK.shape, np.bool_)
@@ -140,7 +142,7 @@ def best_first(
             break
         levels.append(level)
         found = np.concatenate([part.scores for part in levels[1:]])
-        if found.size >= max_candidates:
+        if max_candidates is not None and found.size >= max_candidates:
             threshold = np.partition(found, -max_candidates)[-max_candidates]
     return _merge(levels, log_probs_RDK, max_candidates)
 
@@ -204,7 +206,7 @@ def _order_in_row(level: _Level) -> NDArray[np.intp]:
 
 
 def _merge(
-    levels: list[_Level], log_probs_RDK: NDArray[np.floating], max_candidates: int
+    levels: list[_Level], log_probs_RDK: NDArray[np.floating], max_candidates: int | None
 ) -> Candidates:
     """Sort all levels by score, parents before children at equal scores, and renumber parents."""
     sizes = [len(level.rows) for level in levels]

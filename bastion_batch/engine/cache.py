@@ -77,6 +77,10 @@ class _Group:
         if len(self.slots) <= self.num_allocated // 4:
             self._resize(self.num_allocated // 2)
 
+    def clear(self, slot: Slot) -> None:
+        """Zero a slot: what its last tenant left may not be finite, and scratch must be."""
+        self.entries[:, slot.first_entry : slot.first_entry + self.capacity].zero_()
+
     def copy(self, source: Slot, first_entry: int) -> None:
         """Copy the valid tokens of a slot, of this or another group, to an entry of this one."""
         start, length = source.first_entry, source.length
@@ -142,6 +146,7 @@ class KVCache:
         group = self._group_for(num_tokens)
         slot = Slot(group, 0)
         group.add(slot)
+        group.clear(slot)
         return slot
 
     def close(self, slot: Slot) -> None:
@@ -210,4 +215,6 @@ class KVCache:
         largest = CAPACITIES[-1]
         beyond = -(-num_tokens // largest) * largest
         capacity = next((c for c in CAPACITIES if c >= num_tokens), beyond)
-        return self._groups.setdefault(capacity, _Group(self, capacity))
+        if capacity not in self._groups:
+            self._groups[capacity] = _Group(self, capacity)
+        return self._groups[capacity]

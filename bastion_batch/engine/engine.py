@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -71,6 +70,9 @@ class Engine:
         costs: latency models; measured now if None.
         baseline_bursts: decode plainly for 2 % of the steps, to measure the speedup.
         names: how target and drafter are called in `info`.
+
+    Raises:
+        ValueError: `max_batch` is below 1.
     """
 
     def __init__(
@@ -87,6 +89,8 @@ class Engine:
         baseline_bursts: bool = False,
         names: tuple[str, str | None] = ("", None),
     ) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch {max_batch} is below 1")
         self.target = target
         self.drafter = None if method == "ar" else drafter
         self.tokenizer = tokenizer
@@ -223,13 +227,26 @@ class Engine:
         """Queue a request.
 
         Raises:
-            ValueError: its prompt does not fit, or it has stop strings and there is no tokenizer.
+            ValueError: its tokens do not fit the target, it is complete already, or it has stop
+                strings and there is no tokenizer.
         """
-        fault = self.check(len(request.prompt_ids) + len(request.generated_ids))
+        token_ids = (*request.prompt_ids, *request.generated_ids)
+        fault = self.check(len(token_ids))
         if fault is not None:
             raise ValueError(f"request {request.row_id}: {fault.message}")
+        vocab_size = self.target.ids.vocab_size
+        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise ValueError(
+                f"request {request.row_id}: token ids from {min(token_ids)} to {max(token_ids)}; "
+                f"the target's vocabulary has {vocab_size}"
+            )
         if request.sampling.stop and self.tokenizer is None:
             raise ValueError(f"request {request.row_id}: stop strings need a tokenizer")
+        if len(request.generated_ids) >= request.sampling.max_new_tokens:
+            raise ValueError(
+                f"request {request.row_id}: {len(request.generated_ids)} tokens are generated; "
+                f"max_new_tokens is {request.sampling.max_new_tokens}"
+            )
         row = Row(request, self._num_added, self.target.ids.end, self.tokenizer)
         self._num_added += 1
         self._waiting.append(row)
@@ -262,9 +279,12 @@ class Engine:
         with clock.stage("commit"):
             kept = [self._commit(verified) for verified in result.verified]
             self._proposer.learn(result.verified)
+        pass_seconds = clock.seconds("draft")
         with clock.stage("draft"):
             self._observe_taps(result)
-        timing = self._account(clock.finish(predicted.prefill_share), forest, predicted)
+        seconds = clock.finish(predicted.prefill_share)
+        self._learn_costs(seconds, pass_seconds, forest, predicted)
+        timing = self._timing(seconds, forest, predicted)
         self._add_totals(timing, result, kept, is_burst=is_burst)
         self._record(result, kept, predicted, timing)
         ended = self._retire()
@@ -337,35 +357,46 @@ class Engine:
 
     def _predict(self, works: list[Work], *, drafted: bool) -> _Prediction:
         contexts = {work.row.key: work.row.context_length for work in works}
+        chunks = [work for work in works if work.tree is None]
         num_tokens = sum(len(work.token_ids) for work in works)
-        prefill_tokens = sum(len(work.token_ids) for work in works if work.tree is None)
+        num_drafted = len(works) - len(chunks) if drafted else 0
         context = sum(contexts.values())
-        step = self._costs.step_seconds(np.array([float(num_tokens)]), len(works), context, drafted)
+        drafted_context = context - sum(contexts[chunk.row.key] for chunk in chunks)
+        verify_seconds = self._costs.verify.seconds(num_tokens, len(works), context)
         return _Prediction(
             contexts=contexts,
             num_tokens=num_tokens,
-            prefill_tokens=prefill_tokens,
-            verify_seconds=self._costs.verify.seconds(num_tokens, len(works), context),
-            step_seconds=float(step[0]),
+            prefill_tokens=sum(len(chunk.token_ids) for chunk in chunks),
+            verify_seconds=verify_seconds,
+            step_seconds=verify_seconds
+            + self._costs.draft_seconds(num_drafted, drafted_context)
+            + self._costs.other_seconds,
         )
 
-    def _account(
+    def _learn_costs(
+        self,
+        seconds: dict[str, float],
+        draft_pass_seconds: float,
+        forest: Forest,
+        predicted: _Prediction,
+    ) -> None:
+        """Correct the latency models by a step that carried no prompts."""
+        if predicted.prefill_tokens:
+            return
+        num_rows, context = len(forest.rows), sum(predicted.contexts.values())
+        self._costs.verify.observe(predicted.num_tokens, num_rows, context, seconds["verify"])
+        if forest.drafted:
+            self._costs.observe_draft(num_rows, context, draft_pass_seconds)
+        passes = seconds["verify"] + draft_pass_seconds
+        self._costs.observe_other(seconds["step"] - passes)
+
+    def _timing(
         self, seconds: dict[str, float], forest: Forest, predicted: _Prediction
     ) -> StepTiming:
-        """Learn from the step's times."""
-        contexts = predicted.contexts
-        pass_seconds = seconds["verify"] + seconds["prefill"]
-        self._costs.verify.observe(
-            predicted.num_tokens, len(contexts), sum(contexts.values()), pass_seconds
-        )
-        if forest.drafted:
-            row_context = sum(contexts[row.key] for row in forest.rows)
-            self._costs.observe_draft(len(forest.rows), row_context, seconds["draft"])
-        self._costs.observe_other(seconds["build"] + seconds["commit"] + seconds["other"])
         return StepTiming(
             step=self.totals.num_steps,
             method=self.method if forest.drafted else "ar",
-            batch_size=len(contexts),
+            batch_size=len(self._live),
             budget_nodes=forest.num_nodes,
             prefill_tokens=predicted.prefill_tokens,
             predicted_verify_seconds=predicted.verify_seconds,

@@ -29,8 +29,9 @@ what was not timed is interpolated and then corrected by the steps themselves.""
 class StepCosts:
     """Predicted seconds of the parts of a step, each corrected by what is observed.
 
-    `verify` and `draft` are rooflines with corrections; what a step takes outside the two passes
-    is a running mean per live row and step.
+    `verify` and `draft` are rooflines with corrections. What a step takes outside the two passes,
+    the projection of taps into the drafter's cache included, is a running mean over decode steps.
+    Passes that carry prompts teach nothing: their head runs on fewer tokens than it is priced for.
     """
 
     def __init__(
@@ -39,11 +40,11 @@ class StepCosts:
         self.verify = verify_model
         self.draft = draft_model
         self._width = width
-        self._other_seconds = 1e-3
+        self.other_seconds = 1e-3
 
     def draft_seconds(self, num_rows: int, context_tokens: int) -> float:
         """Predicted seconds of a draft pass."""
-        if self.draft is None:
+        if self.draft is None or not num_rows:
             return 0.0
         return self.draft.seconds(num_rows * self._width, num_rows, context_tokens)
 
@@ -54,7 +55,7 @@ class StepCosts:
 
     def observe_other(self, seconds: float) -> None:
         """Learn from the time of a step outside its passes."""
-        self._other_seconds += 0.05 * (seconds - self._other_seconds)
+        self.other_seconds += 0.05 * (seconds - self.other_seconds)
 
     def step_seconds(
         self, num_tokens: NDArray[np.floating], num_rows: int, context_tokens: int, drafted: bool
@@ -62,14 +63,14 @@ class StepCosts:
         """Predicted seconds of whole steps that verify so many tokens each."""
         draft = self.draft_seconds(num_rows, context_tokens) if drafted else 0.0
         verify_seconds = self.verify.seconds(num_tokens, num_rows, context_tokens)
-        return verify_seconds + draft + self._other_seconds
+        return verify_seconds + draft + self.other_seconds
 
     def summary(self) -> dict[str, Any]:
         """The fitted models, JSON-able."""
         return {
             "verify": self.verify.summary(),
             "draft": self.draft.summary() if self.draft else None,
-            "other_seconds": self._other_seconds,
+            "other_seconds": self.other_seconds,
         }
 
 
@@ -111,7 +112,6 @@ def _fan(target: Target, key: int, num_tokens: int) -> Work:
 
 
 def _time_draft(target: Target, drafter: Drafter) -> list[Timing]:
-    """Times `observe` of a typical commit together with the pass, as the engine does."""
     width = drafter.depth + 1
     num_features = len(drafter.taps) * target.stack.config.hidden_size
     features = torch.zeros(CONTEXT, num_features, dtype=target.dtype, device=target.device)

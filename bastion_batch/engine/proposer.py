@@ -108,9 +108,7 @@ class Proposer:
         if self._method == "dflash":
             num_ranks = 1
         per_row = {"dflash": depth, "ddtree": self._nodes_per_row}.get(self._method)
-        in_all = num_rows * depth * (per_row or MAX_NODES_PER_ROW)
-        if self._method == "bastion":
-            in_all = min(self._max_nodes, num_rows * MAX_NODES_PER_ROW)
+        in_all = None if per_row else min(self._max_nodes, num_rows * MAX_NODES_PER_ROW)
         return best_first(
             marginals.log_probs_RDK[:, :, :num_ranks],
             np.array([row.max_tree_depth(self._max_context) for row in rows]),

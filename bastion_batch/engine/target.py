@@ -29,7 +29,7 @@ class TokenIds(NamedTuple):
     end: frozenset[int]
     """They end an output."""
     vocab_size: int
-    """Ids from here on are padding of the embedding, and never proposed or sampled."""
+    """Ids from here on are never proposed or sampled."""
 
 
 class Target:
@@ -59,15 +59,21 @@ class Target:
         Raises:
             ModelError: it cannot be loaded, or its layers are not ones we verify as a tree.
         """
+        from safetensors import SafetensorError
         from transformers import AutoConfig, AutoModelForCausalLM
 
         try:
             require_supported(AutoConfig.from_pretrained(path))
-            module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True)
-        except (OSError, ValueError, KeyError) as error:
-            if isinstance(error, ModelError):
-                raise
+            module, report = AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
+        except ModelError:
+            raise
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             raise ModelError(f"target {path} cannot be loaded: {error}") from error
+        faults = {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}
+        if faults:
+            raise ModelError(f"target {path}: its tensors are not the model's: {faults}")
         return cls.of_module(module, device)
 
     @classmethod
@@ -143,4 +149,5 @@ def _token_ids(module: Any) -> TokenIds:  # noqa: ANN401
     if end is None:
         end = module.config.eos_token_id
     ends = [end] if isinstance(end, int) else (end or [])
-    return TokenIds(frozenset(ends), module.config.vocab_size)
+    vocab_size = module.config.vocab_size
+    return TokenIds(frozenset(token for token in ends if token < vocab_size), vocab_size)

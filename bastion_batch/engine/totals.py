@@ -30,6 +30,10 @@ class StageClock:
         yield
         self._seconds[name] += time.perf_counter() - start
 
+    def seconds(self, stage: str) -> float:
+        """Time of a stage so far."""
+        return self._seconds[stage]
+
     def finish(self, prefill_share: float) -> dict[str, float]:
         """Seconds of each stage and of the ``step``.
 
@@ -110,12 +114,12 @@ class BaselineBursts:
         """Whether the coming step is to be a plain one."""
         if not self._enabled or has_prompts or not num_rows:
             return False
-        self._until_burst -= 1
-        if self._until_burst < 0 and len(self._paired(num_rows)) >= self.MIN_PAIRED:
+        if not self._left_of_burst:
+            self._until_burst -= 1
+            if self._until_burst >= 0 or len(self._paired(num_rows)) < self.MIN_PAIRED:
+                return False
             self._until_burst = self.PERIOD - self.LENGTH
             self._left_of_burst = self.LENGTH
-        if not self._left_of_burst:
-            return False
         self._left_of_burst -= 1
         return True
 

@@ -36,6 +36,9 @@ from bastion_batch.engine.transformer import (
 )
 from bastion_batch.errors import ModelError
 
+PIECE_ROWS = 8
+"""Slots whose logits are reduced together: a piece in float32 stays in a processor's cache."""
+
 NUM_RANKS = 64
 """K: candidates kept per position. A tree of 512 nodes seldom asks for more at one position."""
 
@@ -180,17 +183,44 @@ class DFlashDrafter:
 
     def _best(self, hidden_SE: Tensor, order: list[int]) -> Marginals:
         """The K best tokens of every masked slot, back in the caller's order of rows."""
-        logits = self._target.logits(hidden_SE).float()
-        logits[:, self._mask_token_id] = -torch.inf
-        normaliser = logits.logsumexp(-1, keepdim=True)
-        best = logits.topk(min(NUM_RANKS, logits.shape[-1]), -1)
-        log_probs = (best.values - normaliser).clamp_(max=0.0)
+        logits = self._target.logits(hidden_SE)
+        pieces = [self._best_of(piece) for piece in logits.split(PIECE_ROWS)]
+        log_probs = torch.cat([piece[0] for piece in pieces])
+        token_ids = torch.cat([piece[1] for piece in pieces])
         shape = (len(order), self.depth, -1)
         back = np.argsort(order)
         return Marginals(
             log_probs.cpu().numpy().reshape(shape)[back],
-            best.indices.cpu().numpy().reshape(shape)[back],
+            token_ids.cpu().numpy().reshape(shape)[back],
         )
+
+    def _best_of(self, logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and ids of the K best tokens of a few slots."""
+        logits = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32), copy=True)
+        if self._mask_token_id < logits.shape[-1]:
+            logits[:, self._mask_token_id] = -torch.inf
+        best = logits.topk(min(NUM_RANKS, logits.shape[-1]), -1)
+        normaliser = logits.logsumexp(-1, keepdim=True)
+        return (best.values - normaliser).clamp_(max=0.0), best.indices
+
+
+KNOWN_OPTIONS = frozenset(
+    {"target_layer_ids", "mask_token_id", "mask_token", "block_size", "num_target_layers"}
+)
+"""Keys of `dflash_config` that are understood; another one that is set changes the model."""
+
+REFUSED_OPTIONS = (
+    "projector_type",
+    "causal_head",
+    "is_causal",
+    "attention_sink_bias",
+    "attention_value_scale",
+    "final_logit_softcapping",
+    "input_embedding_scale",
+    "output_multiplier",
+    "draft_vocab_size",
+)
+"""Keys of the whole configuration that make another model of it than the one computed here."""
 
 
 def _read_config(path: Path) -> Any:  # noqa: ANN401 - a transformers config
@@ -200,18 +230,25 @@ def _read_config(path: Path) -> Any:  # noqa: ANN401 - a transformers config
         raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelError(f"drafter {path}: config.json cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"drafter {path}: config.json holds {type(raw).__name__}, not an object")
     if raw.get("architectures") != ["DFlashDraftModel"]:
         raise ModelError(
             f"drafter {path}: architectures {raw.get('architectures')} is not supported: "
             "['DFlashDraftModel'] is"
         )
     nested = raw.get("dflash_config") or {}
-    for key in ("projector_type", "causal_head", "causal", "use_swa", "input_embedding_scale",
-                "output_multiplier", "final_logit_softcapping", "attention_sink_bias"):  # fmt: skip
-        if nested.get(key) or raw.get(key):
-            raise ModelError(f"drafter {path}: {key} is not supported by this version")
-    if raw.get("is_causal"):
-        raise ModelError(f"drafter {path}: is_causal is not supported by this version")
+    refused = [key for key in REFUSED_OPTIONS if raw.get(key) or nested.get(key)]
+    refused += [key for key in sorted(nested.keys() - KNOWN_OPTIONS) if nested[key]]
+    refused += [
+        key
+        for key in ("is_neox_style", "rope_is_neox_style")
+        if False in (raw.get(key), nested.get(key))
+    ]
+    if refused:
+        raise ModelError(
+            f"drafter {path}: {', '.join(dict.fromkeys(refused))} is not supported by this version"
+        )
     raw.pop("architectures")
     return Qwen3Config.from_dict(raw)
 
@@ -219,25 +256,30 @@ def _read_config(path: Path) -> Any:  # noqa: ANN401 - a transformers config
 def _block_options(path: Path, config: Any, target: Target) -> dict[str, Any]:  # noqa: ANN401
     """Block size, mask id and taps, each mandatory and in range."""
     nested = getattr(config, "dflash_config", None) or {}
-    taps = nested.get("target_layer_ids")
-    if not taps:
-        raise ModelError(f"drafter {path}: dflash_config.target_layer_ids is missing")
     num_layers = target.stack.config.num_layers
+    expected = nested.get("num_target_layers", getattr(config, "num_target_layers", None))
+    if expected not in (None, num_layers):
+        raise ModelError(
+            f"drafter {path}: num_target_layers is {expected}; the target has {num_layers}"
+        )
+    taps = nested.get("target_layer_ids")
+    if not taps or not isinstance(taps, list):
+        raise ModelError(f"drafter {path}: dflash_config.target_layer_ids is missing")
     for tap in taps:
-        if not 0 <= tap < num_layers:
+        if not isinstance(tap, int) or not 0 <= tap < num_layers:
             raise ModelError(
-                f"drafter {path}: dflash_config.target_layer_ids holds {tap}; "
+                f"drafter {path}: dflash_config.target_layer_ids holds {tap!r}; "
                 f"the target's layers are 0 to {num_layers - 1}"
             )
     mask = nested.get("mask_token_id", getattr(config, "mask_token_id", None))
     num_rows = target.embedding.shape[0]
-    if mask is None or not 0 <= mask < num_rows:
+    if not isinstance(mask, int) or not 0 <= mask < num_rows:
         raise ModelError(
-            f"drafter {path}: mask_token_id is {mask}; the target's embedding has {num_rows} rows"
+            f"drafter {path}: mask_token_id is {mask!r}; the target's embedding has {num_rows} rows"
         )
     block_size = nested.get("block_size", getattr(config, "block_size", 16))
-    if block_size < 2:
-        raise ModelError(f"drafter {path}: block_size is {block_size}; at least 2 is needed")
+    if not isinstance(block_size, int) or block_size < 2:
+        raise ModelError(f"drafter {path}: block_size is {block_size!r}; at least 2 is needed")
     return {"block_size": block_size, "mask_token_id": mask, "taps": tuple(taps)}
 
 
