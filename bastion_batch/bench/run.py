@@ -132,13 +132,13 @@ def _prompts(config: BenchConfig, path: Path) -> Iterator[Prompt]:
 
 def _setting(config: BenchConfig, target: Target) -> dict[str, Any]:
     return {
+        **{name: _plain(getattr(config, name)) for name in config.__slots__},
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "device": device_name(target.device),
         "dtype": str(target.dtype).removeprefix("torch."),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "transformers")},
-        **{name: _plain(getattr(config, name)) for name in config.__slots__},
     }
 
 
