@@ -40,7 +40,8 @@ class BenchConfig:
     """What to measure."""
 
     target: str = "smollm2-135m-instruct"
-    drafter: str = "default"
+    drafter: str | None = "default"
+    """None: every arm decodes plainly."""
     prompts: Path = Path("jobs/data/prompts.jsonl")
     """JSON lines with a field `prompt`."""
     methods: tuple[str, ...] = ("ar", "dflash", "ddtree", "bastion")
@@ -125,9 +126,11 @@ def _arms(config: BenchConfig, target: Target, path: Path) -> dict[str, Arm]:
 def _prompts(config: BenchConfig, path: Path) -> Iterator[Prompt]:
     tokenizer = load_tokenizer(path)
     for line in config.prompts.read_text(encoding="utf-8").splitlines():
-        chat = [{"role": "user", "content": json.loads(line)["prompt"]}]
-        encoded = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)
-        yield tuple(encoded["input_ids"])
+        text = json.loads(line)["prompt"]
+        if tokenizer.chat_template:
+            chat = [{"role": "user", "content": text}]
+            text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        yield tuple(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
 
 
 def _setting(config: BenchConfig, target: Target) -> dict[str, Any]:
