@@ -124,6 +124,8 @@ class Proposer:
 
     def learn(self, verified: Sequence[Verified]) -> None:
         """Take in which nodes were accepted, of those whose parent was."""
+        if self._method != "bastion":
+            return
         outcomes = [outcome for v in verified if v.work.tree for outcome in _outcomes(v)]
         if outcomes:
             self.acceptance.observe(outcomes)
