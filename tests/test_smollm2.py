@@ -5,6 +5,7 @@ best logits are closer than 5e-4 at the first difference, and a float64 pass agr
 """
 
 import json
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,10 +112,12 @@ def test_a_few_prompts_equal_transformers(models):
 
 @pytest.mark.slow
 def test_many_prompts_equal_transformers(models):
+    torch.set_num_threads(os.cpu_count() or 1)
     prompts = models.prompts[:32]
     expected = [generate_alone(models, prompt, 128) for prompt in prompts]
-    for method, max_batch in (("bastion", 1), ("bastion", 8), ("ar", 8)):
+    for method, max_batch in (("bastion", 1), ("bastion", 8)):
         found, totals = decode(models, prompts, 128, method, max_batch)
         rows = differing(models, prompts, expected, found)
         print(method, max_batch, "differing rows", rows, totals)  # noqa: T201 - figures for the log
         assert len(rows) <= 1
+    torch.set_num_threads(1)

@@ -27,6 +27,9 @@ from bastion_batch.records import Method
 MAX_NODES_PER_ROW = 128
 """Candidates looked at per row by `bastion`; a wider search costs time and finds no use."""
 
+MIN_CANDIDATES = 64
+"""Candidates looked at in any step of `bastion`."""
+
 
 class Forest(NamedTuple):
     """The trees of a step."""
@@ -81,6 +84,7 @@ class Proposer:
         self._nodes_per_row = nodes_per_row
         self._max_nodes = max_nodes
         self._gate = DraftGate()
+        self._last_budget = 0
         self.acceptance = AcceptanceModel(drafter.depth if drafter else 1)
 
     def draft(self, rows: list[Row]) -> Marginals | None:
@@ -108,7 +112,7 @@ class Proposer:
         if self._method == "dflash":
             num_ranks = 1
         per_row = {"dflash": depth, "ddtree": self._nodes_per_row}.get(self._method)
-        in_all = None if per_row else min(self._max_nodes, num_rows * MAX_NODES_PER_ROW)
+        in_all = None if per_row else self._most_candidates(num_rows)
         return best_first(
             marginals.log_probs_RDK[:, :, :num_ranks],
             np.array([row.max_tree_depth(self._max_context) for row in rows]),
@@ -117,6 +121,11 @@ class Proposer:
             scores=self._scores(rows, marginals) if self._method == "bastion" else None,
             max_per_row=per_row,
         )
+
+    def _most_candidates(self, num_rows: int) -> int:
+        """Well above the last budget, so that it can grow quickly; looking further costs time."""
+        near = max(MIN_CANDIDATES, 4 * self._last_budget)
+        return min(self._max_nodes, num_rows * MAX_NODES_PER_ROW, near)
 
     def _scores(self, rows: list[Row], marginals: Marginals) -> PathScores:
         groups = np.array([sampling_group(row.request.sampling) for row in rows])
@@ -154,6 +163,7 @@ class Proposer:
         budget = best_budget(candidates.log_scores_N, num_rows, seconds)
         plain = self._costs.step_seconds(tokens[:1], num_rows, context, drafted=False)
         self._gate.observe(budget.tokens_per_second, num_rows / float(plain[0]))
+        self._last_budget = budget.num_nodes
         return budget.num_nodes
 
 
