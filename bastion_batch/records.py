@@ -3,6 +3,7 @@
 Plain, immutable values without heavy imports: the engine, the files and the cluster all use them.
 """
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -134,3 +135,69 @@ class Completion:
         """Tokens committed in decode steps per decode step, or None without any."""
         decoded = sum(r.num_committed for r in self.records if r.method != "prefill")
         return decoded / self.num_steps if self.num_steps else None
+
+
+class EngineTotals(NamedTuple):
+    """Running sums of an engine, or what one step adds to them."""
+
+    num_steps: int = 0
+    num_row_steps: int = 0
+    """Decode steps summed over rows."""
+    num_committed: int = 0
+    """Tokens, those that end a prefill included."""
+    num_decoded: int = 0
+    """Tokens committed in decode steps."""
+    num_accepted: int = 0
+    num_nodes: int = 0
+    num_prefill_tokens: int = 0
+    step_seconds: float = 0.0
+    plain_steps: int = 0
+    """Steps decoded plainly to measure the baseline."""
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+    """What plain decoding would have taken for `plain_tokens`, by the measured bursts."""
+    paired_tokens: int = 0
+    paired_seconds: float = 0.0
+    """What the steps next to the bursts took for `paired_tokens`."""
+
+    def plus(self, other: "EngineTotals") -> "EngineTotals":
+        """The sum, field by field."""
+        return EngineTotals._make(a + b for a, b in zip(self, other, strict=True))
+
+    def minus(self, other: "EngineTotals") -> "EngineTotals":
+        """What came since `other`, field by field."""
+        return EngineTotals._make(a - b for a, b in zip(self, other, strict=True))
+
+    @classmethod
+    def of(cls, totals: Mapping[str, float]) -> "EngineTotals":
+        """The totals among the values of a mapping, as a report keeps them."""
+        return cls(**{name: totals[name] for name in cls._fields})  # type: ignore[arg-type]
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Tokens committed per decode step of a row."""
+        return self.num_decoded / self.num_row_steps if self.num_row_steps else None
+
+    @property
+    def mean_nodes(self) -> float | None:
+        """Drafted nodes per decode step of a row."""
+        return self.num_nodes / self.num_row_steps if self.num_row_steps else None
+
+    @property
+    def measured_speedup(self) -> float | None:
+        """Tokens per second over what plain decoding of the same rows gave; None if unmeasured."""
+        return measured_speedup([self])
+
+
+def measured_speedup(engines: Iterable[EngineTotals]) -> float | None:
+    """How much faster the drafted steps were than plain decoding of the same rows.
+
+    Plain decoding's time for the paired tokens over the time they took, summed over the engines
+    that measured both: devices of unequal speed weigh by their own plain rate.
+    """
+    plain_seconds = drafted_seconds = 0.0
+    for totals in engines:
+        if totals.plain_tokens and totals.paired_tokens:
+            plain_seconds += totals.paired_tokens * totals.plain_seconds / totals.plain_tokens
+            drafted_seconds += totals.paired_seconds
+    return plain_seconds / drafted_seconds if drafted_seconds else None

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bastion_batch.cluster.messages import EngineCounts, measured_speedup
 from bastion_batch.errors import OutputError
 from bastion_batch.io.plan import Plan, load_plan
 from bastion_batch.io.results import Totals, read_totals
+from bastion_batch.records import EngineTotals, measured_speedup
 from bastion_batch.run_record import engine_counts, read_record
 
 
@@ -64,7 +64,7 @@ def result_of(output: str | Path, plan: Plan, totals: Totals) -> JobResult:
     """Join what the files hold with what the engines recorded."""
     record: dict[str, Any] = read_record(output) or {"name": "job", "invocations": []}
     engines = engine_counts(record["invocations"])
-    counts = EngineCounts()
+    counts = EngineTotals()
     for engine in engines:
         counts = counts.plus(engine)
     decoding_seconds = sum(i["decoding_seconds"] for i in record["invocations"])

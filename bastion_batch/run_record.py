@@ -14,8 +14,9 @@ from typing import Any
 from uuid import uuid4
 
 from bastion_batch import __version__
-from bastion_batch.cluster.messages import AttemptRecord, EngineCounts, measured_speedup
+from bastion_batch.cluster.messages import AttemptRecord
 from bastion_batch.config import JobConfig
+from bastion_batch.records import EngineTotals, measured_speedup
 
 RECORD = "run.json"
 _EXACT_DTYPES = {"float32", "float64"}
@@ -86,9 +87,9 @@ def write_atomically(output: str | Path, name: str, text: str) -> None:
     temporary.replace(Path(output) / name)
 
 
-def engine_counts(invocations: Iterable[Mapping[str, Any]]) -> list[EngineCounts]:
+def engine_counts(invocations: Iterable[Mapping[str, Any]]) -> list[EngineTotals]:
     """The counts of every engine of these invocations."""
-    return [EngineCounts.of(w["counts"]) for i in invocations for w in i.get("workers", ())]
+    return [EngineTotals.of(w["counts"]) for i in invocations for w in i.get("workers", ())]
 
 
 def exactness(invocations: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

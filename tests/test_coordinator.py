@@ -7,14 +7,13 @@ from hypothesis import strategies as st
 from bastion_batch.cluster.coordinator import Coordinator
 from bastion_batch.cluster.messages import (
     Done,
-    EngineCounts,
     Lease,
     UnitSummary,
     Wait,
     WorkerReport,
-    measured_speedup,
 )
 from bastion_batch.cluster.runs import PendingUnits
+from bastion_batch.records import EngineTotals, measured_speedup
 
 SUMMARY = UnitSummary(num_outputs=4, num_failed=0, won=True)
 
@@ -143,7 +142,7 @@ def test_progress_counts_outputs_rate_and_time_left():
     c.register("w0", 1, {}, 10.0)
     lease = c.lease(1, 10.0)
     for second in range(5):
-        counts = EngineCounts(
+        counts = EngineTotals(
             num_row_steps=10 * second,
             num_committed=30 * second,
             num_decoded=25 * second,
@@ -163,12 +162,12 @@ def test_progress_counts_outputs_rate_and_time_left():
 
 
 def test_speedup_weighs_each_device_by_its_own_plain_rate():
-    fast = EngineCounts(plain_tokens=100, plain_seconds=1.0, paired_tokens=200, paired_seconds=1.0)
-    slow = EngineCounts(plain_tokens=10, plain_seconds=1.0, paired_tokens=30, paired_seconds=1.0)
+    fast = EngineTotals(plain_tokens=100, plain_seconds=1.0, paired_tokens=200, paired_seconds=1.0)
+    slow = EngineTotals(plain_tokens=10, plain_seconds=1.0, paired_tokens=30, paired_seconds=1.0)
     assert measured_speedup([fast]) == pytest.approx(2.0)
     assert measured_speedup([fast, slow]) == pytest.approx(2.5)
-    assert measured_speedup([EngineCounts(), fast]) == pytest.approx(2.0)
-    assert measured_speedup([EngineCounts(plain_tokens=3, plain_seconds=1.0)]) is None
+    assert measured_speedup([EngineTotals(), fast]) == pytest.approx(2.0)
+    assert measured_speedup([EngineTotals(plain_tokens=3, plain_seconds=1.0)]) is None
 
 
 class _Schedule:

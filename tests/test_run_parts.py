@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from bastion_batch.cluster.connect import cluster_address, in_uploaded_working_dir
-from bastion_batch.cluster.messages import AttemptRecord, EngineCounts, Progress
+from bastion_batch.cluster.messages import AttemptRecord, Progress
 from bastion_batch.cluster.placement import Node, place
 from bastion_batch.cluster.restarts import Restarts
 from bastion_batch.cluster.run import resolve_paths
 from bastion_batch.config import WorkersConfig, parse_job
 from bastion_batch.errors import InputError, OutputError
 from bastion_batch.progress import LiveDisplay, PlainDisplay, ProgressFile, progress_line
+from bastion_batch.records import EngineTotals
 from bastion_batch.report import JobResult, duration, read_command, table
 from bastion_batch.run_record import RunRecord, exactness, read_record, redacted
 
@@ -140,7 +141,7 @@ def test_elsewhere_relative_paths_become_absolute():
 
 def attempt(dtype="float32", device_type="cpu", **counts):
     info = {"dtype": dtype, "device_type": device_type, "device": "x"}
-    return AttemptRecord("w0", 65537, True, info, EngineCounts(**counts), 1)
+    return AttemptRecord("w0", 65537, True, info, EngineTotals(**counts), 1)
 
 
 @pytest.fixture

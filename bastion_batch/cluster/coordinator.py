@@ -21,21 +21,20 @@ from typing import Any, NamedTuple
 from bastion_batch.cluster.messages import (
     AttemptRecord,
     Done,
-    EngineCounts,
     Lease,
     LeaseReply,
     Progress,
     UnitSummary,
     Wait,
     WorkerReport,
-    measured_speedup,
 )
 from bastion_batch.cluster.runs import PendingUnits
+from bastion_batch.records import EngineTotals, measured_speedup
 
 MAX_OPEN_UNITS = 8
 WAIT_SECONDS = 0.5
 RATE_WINDOW_SECONDS = 30.0
-_NO_REPORT = WorkerReport(EngineCounts(), 0, 0, 0)
+_NO_REPORT = WorkerReport(EngineTotals(), 0, 0, 0)
 
 
 class _Owner(NamedTuple):
@@ -169,7 +168,7 @@ class Coordinator:
 
     def progress(self, now: float) -> Progress:
         """A snapshot of the whole job."""
-        counts = EngineCounts()
+        counts = EngineTotals()
         for state in self._attempts.values():
             counts = counts.plus(state.report.counts)
         num_outputs = sum(self._num_outputs)

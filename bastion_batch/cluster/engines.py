@@ -51,7 +51,7 @@ class DecodingEngine(Protocol):
         ...
 
     @property
-    def totals(self) -> Any:  # noqa: ANN401 - a named tuple with the fields of EngineCounts
+    def totals(self) -> Any:  # noqa: ANN401 - a named tuple with the fields of EngineTotals
         """What it has done so far."""
         ...
 

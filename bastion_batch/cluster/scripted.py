@@ -12,10 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bastion_batch.cluster.engines import TargetFiles
-from bastion_batch.cluster.messages import EngineCounts
 from bastion_batch.config import JobConfig
 from bastion_batch.errors import ModelError
-from bastion_batch.records import Completion, Request, RowFault, StepRecord, StepTiming
+from bastion_batch.records import (
+    Completion,
+    EngineTotals,
+    Request,
+    RowFault,
+    StepRecord,
+    StepTiming,
+)
 
 MAX_CONTEXT = 4096
 TOKENS_PER_STEP = 2
@@ -73,7 +79,7 @@ class ScriptedEngine:
         self.max_context = MAX_CONTEXT
         self.tokenizer = LetterTokenizer()
         self.info = ScriptedInfo(max_batch=max_batch, threads=threads)
-        self.totals = EngineCounts()
+        self.totals = EngineTotals()
         self._step_seconds = step_seconds
         self._waiting: deque[Request] = deque()
         self._rows: list[_Row] = []
@@ -119,7 +125,7 @@ class ScriptedEngine:
             _advance(row, 1, "prefill", timing) for row in self._rows[len(decoding) :]
         )
         self.totals = self.totals.plus(
-            EngineCounts(
+            EngineTotals(
                 num_steps=1,
                 num_row_steps=len(decoding),
                 num_committed=num_committed + num_prefilled,

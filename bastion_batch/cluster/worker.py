@@ -21,7 +21,6 @@ from bastion_batch.cluster.engines import DecodingEngine, EngineSource, as_mappi
 from bastion_batch.cluster.links import Link
 from bastion_batch.cluster.messages import (
     Done,
-    EngineCounts,
     Lease,
     Place,
     Wait,
@@ -230,7 +229,7 @@ class Worker:
 
     def _report(self) -> WorkerReport:
         return WorkerReport(
-            counts=EngineCounts.of(as_mapping(self._engine.totals)),
+            counts=self._engine.totals,
             num_uncommitted=sum(unit.num_terminal for unit in self._open),
             num_finished=self._num_finished,
             num_finished_tokens=self._num_finished_tokens,

@@ -1,10 +1,11 @@
-"""Time and tokens of an engine: stages of a step, running totals, and the measured baseline."""
+"""Time and tokens of an engine: the stages of a step, and the measured baseline."""
 
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+
+from bastion_batch.records import EngineTotals
 
 STAGES = ("prefill", "draft", "build", "verify", "commit", "other")
 
@@ -47,46 +48,6 @@ class StageClock:
         seconds["verify"] -= seconds["prefill"]
         seconds["other"] = max(0.0, step - sum(seconds.values()))
         return {**seconds, "step": step}
-
-
-class EngineTotals(NamedTuple):
-    """Running sums of an engine, or what one step adds to them."""
-
-    num_steps: int = 0
-    num_row_steps: int = 0
-    """Decode steps summed over rows."""
-    num_committed: int = 0
-    """Tokens, those that end a prefill included."""
-    num_decoded: int = 0
-    """Tokens committed in decode steps."""
-    num_accepted: int = 0
-    num_nodes: int = 0
-    num_prefill_tokens: int = 0
-    step_seconds: float = 0.0
-    plain_steps: int = 0
-    """Steps decoded plainly to measure the baseline."""
-    plain_tokens: int = 0
-    plain_seconds: float = 0.0
-    """What plain decoding would have taken for `plain_tokens`, by the measured bursts."""
-    paired_tokens: int = 0
-    paired_seconds: float = 0.0
-    """What the steps next to the bursts took for `paired_tokens`."""
-
-    def plus(self, other: "EngineTotals") -> "EngineTotals":
-        """The sum, field by field."""
-        return EngineTotals._make(a + b for a, b in zip(self, other, strict=True))
-
-    def minus(self, other: "EngineTotals") -> "EngineTotals":
-        """What came since `other`, field by field."""
-        return EngineTotals._make(a - b for a, b in zip(self, other, strict=True))
-
-    @property
-    def measured_speedup(self) -> float | None:
-        """Tokens per second over what plain decoding of the same rows gave; None if unmeasured."""
-        if not self.plain_seconds or not self.paired_seconds or not self.paired_tokens:
-            return None
-        plain_rate = self.plain_tokens / self.plain_seconds
-        return self.paired_tokens / self.paired_seconds / plain_rate
 
 
 class BaselineBursts:
