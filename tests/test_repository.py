@@ -181,3 +181,10 @@ def _as_yaml(value: object) -> str:
 def _code_of(text: str) -> str:
     """Fenced blocks and inline code."""
     return "\n".join(re.findall(r"```.*?```|`[^`]+`", text, flags=re.DOTALL))
+
+
+def test_the_package_knows_its_version():
+    import bastion_batch
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert bastion_batch.__version__ == project["version"]
