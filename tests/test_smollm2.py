@@ -115,7 +115,7 @@ def test_many_prompts_equal_transformers(models):
     torch.set_num_threads(os.cpu_count() or 1)
     prompts = models.prompts[:32]
     expected = [generate_alone(models, prompt, 128) for prompt in prompts]
-    for method, max_batch in (("bastion", 1), ("bastion", 8)):
+    for method, max_batch in (("bastion", 1), ("bastion", 8), ("ddtree", 8)):
         found, totals = decode(models, prompts, 128, method, max_batch)
         rows = differing(models, prompts, expected, found)
         print(method, max_batch, "differing rows", rows, totals)  # noqa: T201 - figures for the log
