@@ -138,3 +138,22 @@ def test_a_row_goes_on_elsewhere_after_any_prefix(temperature, num_done):
         assert completion.output_ids == output
         committed = sum(record.num_committed for record in completion.records)
         assert committed == len(output) - len(request.generated_ids)
+
+
+def test_methods_may_change_on_live_rows(family, expected):
+    engine = tiny_engine(family, "dflash", max_batch=4)
+    found = {}
+    for request in requests(COUNT):
+        engine.add(request)
+    turns = ["ar", "ddtree", "dflash", "bastion"]
+    while engine.has_work:
+        engine.use(turns[engine.totals.num_steps // 3 % 4], nodes_per_row=5)
+        found.update({c.row_id: c for c in engine.step()})
+    assert [found[r.row_id].output_ids for r in requests(COUNT)] == expected
+    used = {record.method for c in found.values() for record in c.records}
+    assert used >= {"ar", "dflash", "ddtree"}
+
+
+def test_a_method_that_drafts_needs_a_drafter():
+    with pytest.raises(ValueError, match="method ddtree needs a drafter"):
+        tiny_engine(method="ar").use("ddtree")

@@ -95,11 +95,10 @@ class Engine:
         self.drafter = None if method == "ar" else drafter
         self.tokenizer = tokenizer
         self.max_batch = max_batch
-        self.method: Method = method if self.drafter is not None else "ar"
         self.totals = EngineTotals()
         self._names = names
         self._cache = target.new_cache()
-        self._bursts = BaselineBursts(enabled=baseline_bursts and self.method != "ar")
+        self._bursts = BaselineBursts(enabled=baseline_bursts and self.drafter is not None)
         self._waiting: deque[Row] = deque()
         self._live: list[Row] = []
         self._num_added = 0
@@ -108,7 +107,7 @@ class Engine:
             self._costs = costs or calibrate(target, self.drafter)
         self._proposer = Proposer(
             self.drafter,
-            self.method,
+            method if self.drafter is not None else "ar",
             self._costs,
             end_ids=target.ids.end,
             max_context=self.max_context,
@@ -174,6 +173,11 @@ class Engine:
     # What it holds
 
     @property
+    def method(self) -> Method:
+        """How candidates are kept."""
+        return self._proposer.method
+
+    @property
     def num_waiting(self) -> int:
         """Requests not yet started."""
         return len(self._waiting)
@@ -222,6 +226,16 @@ class Engine:
         return None
 
     # Driving it
+
+    def use(self, method: Method, nodes_per_row: int = 16) -> None:
+        """Decode by another method from the next step on, live rows included: same text.
+
+        Raises:
+            ValueError: the method drafts and this engine has no drafter.
+        """
+        if method != "ar" and self.drafter is None:
+            raise ValueError(f"method {method} needs a drafter, and this engine has none")
+        self._proposer.use(method, nodes_per_row)
 
     def add(self, request: Request) -> None:
         """Queue a request.

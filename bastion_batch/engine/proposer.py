@@ -87,9 +87,19 @@ class Proposer:
         self._last_budget = 0
         self.acceptance = AcceptanceModel(drafter.depth if drafter else 1)
 
+    @property
+    def method(self) -> Method:
+        """How candidates are kept."""
+        return self._method
+
+    def use(self, method: Method, nodes_per_row: int) -> None:
+        """Keep candidates by another method from the next step on."""
+        self._method = method
+        self._nodes_per_row = nodes_per_row
+
     def draft(self, rows: list[Row]) -> Marginals | None:
         """Marginals of all rows, or None for a plain step."""
-        if self._drafter is None or not rows:
+        if self._drafter is None or self._method == "ar" or not rows:
             return None
         if self._method == "bastion" and not self._gate.wants_draft():
             return None
