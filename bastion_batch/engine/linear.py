@@ -1,4 +1,10 @@
-"""A matrix product with weights laid out once for the device."""
+"""Matrix products with weights laid out once for the device, and what follows them in one call.
+
+In bfloat16 on a CPU the weights are reordered once into oneDNN's blocked layout, which a plain
+linear does anew at every call (measured 14.8 against 21.3 ms for all layers of a 135 M model), and
+oneDNN adds, multiplies and activates before it rounds (measured 0.26 against 0.32 ms for the three
+products of a layer's feed-forward part at 16 tokens). Elsewhere they are torch's own.
+"""
 
 import logging
 
@@ -10,26 +16,61 @@ logger = logging.getLogger(__name__)
 
 
 class Linear:
-    """`x @ weight.T + bias`.
-
-    In bfloat16 on a CPU the weights are reordered once into oneDNN's blocked layout, which a plain
-    linear does anew at every call: measured 14.8 against 21.3 ms for all layers of a 135 M model.
-    """
+    """`x @ weight.T + bias`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
-        self._weight = _reordered(weight)
+        self._weight = reordered(weight)
         self._is_reordered = self._weight is not weight
         self._bias = bias
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply to `[S, in_features]`, giving `[S, out_features]`."""
         if self._is_reordered:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            return _onednn()(x, self._weight, self._bias, "none", [], "")
         return F.linear(x, self._weight, self._bias)
 
+    def plus(self, x: Tensor, other: Tensor) -> Tensor:
+        """The product and `other`, `[S, out_features]`."""
+        if self._is_reordered:
+            return _onednn().binary(x, other, self._weight, self._bias, "add")
+        return other + self(x)
 
-def _reordered(weight: Tensor) -> Tensor:
+
+class GatedLinear:
+    """`silu(gate(x)) * up(x)` of two linear maps.
+
+    oneDNN ends each of two products with its part of it; elsewhere it is one product with both
+    weights side by side.
+    """
+
+    def __init__(
+        self,
+        gate: Tensor,
+        up: Tensor,
+        gate_bias: Tensor | None = None,
+        up_bias: Tensor | None = None,
+    ) -> None:
+        self._biases = (gate_bias, up_bias)
+        self._weights = (reordered(gate), reordered(up))
+        self._both = None
+        if self._weights[0] is gate:
+            biases = [bias for bias in self._biases if bias is not None]
+            self._both = Linear(torch.cat([gate, up]), torch.cat(biases) if biases else None)
+            self._weights = (gate[:0], up[:0])  # the originals may go
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Apply to `[S, in_features]`, giving `[S, out_features]`."""
+        if self._both is not None:
+            gate, up = self._both(x).chunk(2, -1)
+            return F.silu(gate).mul_(up)
+        gate_weight, up_weight = self._weights
+        gate_bias, up_bias = self._biases
+        gated = _onednn()(x, gate_weight, gate_bias, "swish", [], "")
+        return _onednn().binary(x, gated, up_weight, up_bias, "mul")
+
+
+def reordered(weight: Tensor) -> Tensor:
     """The weight in oneDNN's layout, or itself where that does not apply or is not offered."""
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return weight
@@ -38,3 +79,7 @@ def _reordered(weight: Tensor) -> Tensor:
     except (AttributeError, RuntimeError) as error:
         logger.info("bfloat16 weights stay in plain layout: %s", error)
         return weight
+
+
+def _onednn():  # noqa: ANN202 - an operator packet
+    return torch.ops.mkldnn._linear_pointwise

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bastion_batch.core.roofline import ModelShape
+from bastion_batch.engine import kernels
 from bastion_batch.engine.attention import AttentionPlan
-from bastion_batch.engine.linear import Linear
+from bastion_batch.engine.linear import GatedLinear, Linear
 from bastion_batch.errors import ModelError
 
 SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -83,7 +84,7 @@ class Layer(NamedTuple):
     """`[H + G, D]`, or None where heads are not normalised."""
     output: Linear
     post_norm: Tensor
-    gate_up: Linear
+    gate_up: GatedLinear
     down: Linear
 
     @classmethod
@@ -106,7 +107,12 @@ class Layer(NamedTuple):
             qk_norm=qk_norm,
             output=fused("self_attn.o_proj"),
             post_norm=weights["post_attention_layernorm.weight"],
-            gate_up=fused("mlp.gate_proj", "mlp.up_proj"),
+            gate_up=GatedLinear(
+                weights["mlp.gate_proj.weight"],
+                weights["mlp.up_proj.weight"],
+                weights.get("mlp.gate_proj.bias"),
+                weights.get("mlp.up_proj.bias"),
+            ),
             down=fused("mlp.down_proj"),
         )
 
@@ -137,12 +143,6 @@ class Rotary:
         if max_position >= len(self._cos):
             self._grow(max(1024, 2 * max_position))
         return self._cos[positions_S][:, None], self._sin[positions_S][:, None]
-
-    def rotate(self, heads_SHD: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate query and key heads in place."""
-        half = heads_SHD.shape[-1] // 2
-        swapped = heads_SHD.roll(half, -1)
-        heads_SHD.mul_(cos).addcmul_(swapped, sin)
 
     def _grow(self, num_positions: int) -> None:
         device = self._frequencies.device
@@ -193,15 +193,14 @@ class DecoderStack:
         cos, sin = self.rotary.at(positions_S, max_position)
         outputs: dict[int, Tensor] = {}
         for number, layer in enumerate(self.layers):
-            heads, keys_values = self.project(layer, self._norm(x, layer.input_norm), cos, sin)
+            heads, keys_values = self.project(layer, self.norm(x, layer.input_norm), cos, sin)
             attended = plan.attend(number, heads, keys_values)
-            x = x + layer.output(attended)
-            gate, up = layer.gate_up(self._norm(x, layer.post_norm)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate).mul_(up))
+            x = layer.output.plus(attended, x)
+            x = layer.down.plus(layer.gate_up(self.norm(x, layer.post_norm)), x)
             if number in taps:
                 outputs[number] = x
         tapped = torch.cat([outputs[tap] for tap in taps], -1) if taps else None
-        return StackOutput(self._norm(x, self._final_norm), tapped)
+        return StackOutput(self.norm(x, self._final_norm), tapped)
 
     def project(
         self, layer: Layer, normed_SE: Tensor, cos: Tensor, sin: Tensor
@@ -210,15 +209,26 @@ class DecoderStack:
         config = self.config
         heads = layer.qkv(normed_SE).unflatten(-1, (-1, config.head_dim))
         num_rotated = config.num_q_heads + config.num_kv_heads
-        rotated = heads[:, :num_rotated]
-        if layer.qk_norm is not None:
-            rotated.copy_(self._norm(rotated, None).mul_(layer.qk_norm))
-        self.rotary.rotate(rotated, cos, sin)
+        if kernels.suits(heads):
+            kernels.rotate_heads(heads, num_rotated, layer.qk_norm, config.norm_eps, cos, sin)
+        else:
+            rotated = heads[:, :num_rotated]
+            if layer.qk_norm is not None:
+                rotated.copy_(self.norm(rotated, None).mul_(layer.qk_norm))
+            _rotate(rotated, cos, sin)
         keys_values = heads[:, config.num_q_heads :]
         return heads[:, : config.num_q_heads], keys_values.unflatten(1, (2, config.num_kv_heads))
 
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Root-mean-square normalisation over the last dimension."""
+        if weight is not None and kernels.suits(x):
+            return kernels.rms_norm(x, weight, self.config.norm_eps)
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
+
+
+def _rotate(heads_SHD: Tensor, cos: Tensor, sin: Tensor) -> None:
+    swapped = heads_SHD.roll(heads_SHD.shape[-1] // 2, -1)
+    heads_SHD.mul_(cos).addcmul_(swapped, sin)
 
 
 def layer_tensors(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
