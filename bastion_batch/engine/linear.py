@@ -57,7 +57,7 @@ class GatedLinear:
         if self._weights[0] is gate:
             biases = [bias for bias in self._biases if bias is not None]
             self._both = Linear(torch.cat([gate, up]), torch.cat(biases) if biases else None)
-            self._weights = (gate[:0], up[:0])  # the originals may go
+            self._weights = (gate.new_empty(0), up.new_empty(0))
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply to `[S, in_features]`, giving `[S, out_features]`."""
