@@ -48,7 +48,11 @@ MIN_TEMPERATURE = 1e-3
 
 class _Section(BaseModel):
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, strict=False
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        strict=False,
+        allow_inf_nan=False,
     )
 
 
@@ -148,6 +152,12 @@ class DecodingConfig(_Section):
     """Most tokens of a completion."""
     min_new_tokens: NonNegativeInt = identity(default=0)
     """No stop token before this many tokens."""
+    logit_bias: tuple[tuple[NonNegativeInt, float], ...] = identity(default=())
+    """Mapping of token ids to what is added to their logits."""
+    banned_ids: tuple[NonNegativeInt, ...] = identity(default=())
+    """Tokens that are never chosen, whatever their bias."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = identity(default=())
+    """Tokens that end a completion, besides the target's own; also with ``ignore_eos``."""
     ignore_eos: bool = identity(default=False)
     """Go on after an end-of-sequence token."""
     seed: int = identity(default=0)
@@ -168,6 +178,25 @@ class DecodingConfig(_Section):
         if "" in value:
             raise ValueError("an empty stop string would end every completion at once")
         return value
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _pairs(cls, value: object) -> object:
+        return tuple(value.items()) if isinstance(value, Mapping) else value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _one_bias_each(cls, value: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], ...]:
+        ids = [token for token, _ in value]
+        twice = sorted({token for token in ids if ids.count(token) > 1})
+        if twice:
+            raise ValueError(f"token {twice[0]} has more than one bias")
+        return tuple(sorted(value))
+
+    @field_validator("banned_ids", "stop_token_ids")
+    @classmethod
+    def _in_order(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(value)))
 
     @field_validator("temperature")
     @classmethod

@@ -40,10 +40,40 @@ class SamplingParams:
     max_new_tokens: int = 256
     min_new_tokens: int = 0
     """No stop token may be emitted before this many tokens."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token id and what is added to its logit; `tuple(mapping.items())` of a mapping."""
+    banned_ids: tuple[int, ...] = ()
+    """Tokens that are never chosen, whatever their bias."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the output, besides the target's own; also with `ignore_eos`."""
     stop: tuple[str, ...] = ()
     """Strings that end the output; they are not part of it."""
     ignore_eos: bool = False
     """Go on after the target's end-of-sequence tokens."""
+
+    def end_ids(self, target_end_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end an output, of a target with these end-of-sequence tokens."""
+        return (frozenset() if self.ignore_eos else target_end_ids).union(self.stop_token_ids)
+
+    def fault(self, vocab_size: int, target_end_ids: frozenset[int]) -> str | None:
+        """Why such a target can choose no token with these parameters, or None if it can."""
+        named = {
+            "logit_bias": [token for token, _ in self.logit_bias],
+            "banned_ids": self.banned_ids,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        for name, ids in named.items():
+            beyond = [token for token in ids if not 0 <= token < vocab_size]
+            if beyond:
+                return f"{name} names token {beyond[0]}; the target's vocabulary has {vocab_size}"
+        held_back = self.end_ids(target_end_ids) if self.min_new_tokens else frozenset()
+        num_removed = len(held_back.union(self.banned_ids))
+        if num_removed >= vocab_size:
+            return (
+                f"banned_ids and the end tokens that min_new_tokens holds back are {num_removed} "
+                f"tokens; the target's vocabulary has {vocab_size}, and one must be left"
+            )
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +106,7 @@ class StepTiming(NamedTuple):
     """Drafted nodes verified in this step, over all rows, roots not counted."""
     prefill_tokens: int
     predicted_verify_seconds: float
+    """Of the whole pass, prompts included: what `verify_seconds + prefill_seconds` came to."""
     predicted_step_seconds: float
     prefill_seconds: float
     draft_seconds: float
@@ -105,6 +136,17 @@ class StepRecord(NamedTuple):
     expected_tokens: float
     expected_tokens_raw: float
     """The same from the drafter's uncalibrated probabilities."""
+
+
+class Exported(NamedTuple):
+    """A half-generated row on its way to another engine, which ends it with the same text."""
+
+    request: Request
+    """With every token committed so far in ``generated_ids``."""
+    records: tuple[StepRecord, ...] = ()
+    """Of the steps so far, so that the books of the completion add up."""
+    num_steps: int = 0
+    """Decode steps so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bastion_batch.engine.attention import AttentionPlan, PassRow
-from bastion_batch.engine.cache import CAPACITIES, KVCache, Move, Slot
+from bastion_batch.engine.cache import CAPACITIES, PATIENCE, KVCache, Move, Slot
+from bastion_batch.engine.memory import CacheFull, MemoryBudget
 
 LAYERS, HEADS, SIZE = 3, 2, 2
 CPU = torch.device("cpu")
@@ -150,11 +151,120 @@ def test_memory_follows_the_tokens_in_use():
     assert cache.bytes_per_token == LAYERS * 2 * HEADS * SIZE * 8
     for slot in slots[2:]:
         cache.close(slot)
-    assert cache.allocated_bytes <= full / 2
+    cache.trim()
+    assert cache.allocated_bytes == full / 8
     for slot in slots[:2]:
         cache.close(slot)
+    cache.trim()
     assert cache.allocated_bytes == 0
     assert cache.num_open == 0
+
+
+def test_a_mostly_empty_group_gives_memory_back_after_a_while():
+    cache = new_cache()
+    slots = [cache.open(200) for _ in range(16)]
+    full = cache.allocated_bytes
+    for slot in slots[1:]:
+        cache.close(slot)
+    for number in range(4 * PATIENCE):
+        assert number > PATIENCE - 1 or cache.allocated_bytes == full
+        cache.close(cache.open(200))
+    assert cache.allocated_bytes <= full / 4
+    cache.check()
+
+
+def test_rows_that_come_and_go_do_not_resize_a_group():
+    """Neither at its brink nor one at a time, when it is empty in between."""
+    cache = new_cache()
+    for num_kept in (0, 4, 8):
+        kept = [cache.open(200) for _ in range(num_kept)]
+        cache.close(cache.open(200))
+        held = cache.allocated_bytes
+        for _ in range(PATIENCE):
+            slots = [cache.open(200) for _ in range(1 + num_kept // 4)]
+            for slot in slots:
+                cache.close(slot)
+            assert cache.allocated_bytes >= held
+            held = cache.allocated_bytes
+        for slot in kept:
+            cache.close(slot)
+
+
+def test_shared_tokens_are_a_copy():
+    cache = new_cache()
+    source = Reference(cache.open(300), [])
+    source.tags = list(range(40))
+    places = torch.arange(source.slot.first_entry, source.slot.first_entry + 40)
+    for layer in range(LAYERS):
+        cache.write(layer, source.slot, places, torch.stack([entry(t)[layer] for t in range(40)]))
+    source.slot.length = 40
+    other = Reference(cache.open(20), list(range(12)))
+    cache.share(source.slot, other.slot, 12)
+    other.assert_stored_in(cache)
+    source.assert_stored_in(cache)
+    cache.close(source.slot)
+    other.assert_stored_in(cache)
+
+
+# Budgets
+
+
+def test_a_cache_without_room_says_so_and_stays_as_it_was():
+    cache = new_cache()
+    limit = 3 * 256 * cache.bytes_per_token
+    budget = MemoryBudget(limit, [cache])
+    slot = cache.open(100)
+    with pytest.raises(CacheFull, match=f"{768 * cache.bytes_per_token} bytes.*{limit}"):
+        cache.open(700)
+    with pytest.raises(CacheFull):
+        cache.reserve(slot, 700)
+    cache.check()
+    assert (slot.capacity, slot.index, cache.num_open) == (256, 0, 1)
+    assert budget.held_bytes == 256 * cache.bytes_per_token
+    cache.open(100)
+    assert budget.held_bytes == 2 * 256 * cache.bytes_per_token
+
+
+def test_a_full_group_grows_by_less_where_memory_is_short():
+    """Old and new entries are held at once: 4 + 8 is too much, 4 + 6 is not, 6 + 7 is."""
+    cache = new_cache()
+    size = 256 * cache.bytes_per_token
+    MemoryBudget(10 * size, [cache])
+    for _ in range(6):
+        cache.open(100)
+    assert cache.allocated_bytes == 6 * size
+    with pytest.raises(CacheFull):
+        cache.open(100)
+    cache.check()
+
+
+def test_caches_with_one_budget_make_room_for_each_other():
+    one, other = new_cache(), new_cache()
+    budget = MemoryBudget(4 * 256 * one.bytes_per_token, [one, other])
+    slots = [one.open(100) for _ in range(2)]
+    for slot in slots:
+        one.close(slot)
+    assert budget.held_bytes > 0, "kept for the next rows"
+    other.open(1000)
+    assert one.allocated_bytes == 0
+    assert budget.held_bytes == budget.limit_bytes
+    with pytest.raises(CacheFull):
+        one.open(1)
+
+
+@proven
+@given(st.integers(0, 2**32))
+def test_no_schedule_breaks_a_budget(seed):
+    schedule = Schedule(seed)
+    budget = MemoryBudget(6_000 * schedule.cache.bytes_per_token, [schedule.cache])
+    for _ in range(40):
+        try:
+            schedule.run(1)
+        except CacheFull:
+            schedule.cache.check()
+        assert budget.held_bytes <= budget.limit_bytes
+    for row in schedule.rows:
+        row.assert_stored_in(schedule.cache)
 
 
 def test_slots_are_reused_without_growth():
@@ -173,8 +283,8 @@ def test_slots_are_reused_without_growth():
 def test_scratch_and_strangers_change_nothing():
     """Whatever finite values lie beyond a row's length and in other slots, attention ignores them.
 
-    Finite is the contract: a masked NaN or infinity would still spoil a sum, which is why fresh
-    entries are zeros.
+    Finite is the contract: a masked NaN or infinity would still spoil a sum, which is why the
+    entries of an open slot are.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -202,8 +312,21 @@ def test_scratch_and_strangers_change_nothing():
         assert torch.equal(attended(poison), clean)
 
 
-def test_fresh_entries_are_finite():
+def test_an_open_slot_is_finite_whatever_its_place_held():
+    """Opened, moved to a larger group, or moved into a closed slot's place."""
     cache = new_cache()
-    for _ in range(3):
-        slot = cache.open(2000)
-        assert torch.isfinite(slot._group.entries).all()
+    for _ in range(30):
+        slots = [cache.open(200) for _ in range(5)]
+        for group in cache._groups.values():
+            group.entries[:, len(group.slots) * group.capacity :] = torch.nan
+        cache.reserve(slots[1], 300)
+        cache.reserve(slots[3], 300)
+        closed = slots.pop(0)
+        first = closed.first_entry
+        closed._group.entries[:, first : first + closed.capacity] = torch.nan
+        cache.close(closed)
+        for slot in slots:
+            stored = slot._group.entries[:, slot.first_entry : slot.first_entry + slot.capacity]
+            assert torch.isfinite(stored).all()
+        for slot in slots:
+            cache.close(slot)

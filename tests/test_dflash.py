@@ -16,6 +16,7 @@ from bastion_batch.engine import Engine
 from bastion_batch.engine.attention import AttentionPlan, PassRow
 from bastion_batch.engine.drafters import DraftRow, Marginals
 from bastion_batch.engine.drafters.dflash import NUM_RANKS, DFlashDrafter
+from bastion_batch.engine.drafters.pending import PLACES_PER_ROW
 from bastion_batch.engine.target import Target
 from bastion_batch.errors import ModelError
 from bastion_batch.records import Request, SamplingParams
@@ -234,6 +235,51 @@ def test_a_lagging_drafter_is_noticed(drafter):
         drafter.draft([DraftRow(1, [1] * 7)])
 
 
+# Tokens that wait
+
+
+def test_what_waits_is_projected_as_if_at_once(drafter, tensors, target):
+    """Token by token as in plain decoding, past what may wait, one row long after the other."""
+    rows = Rows(drafter)
+    rows.observe({1: 20, 2: 9})
+    for step in range(3 * PLACES_PER_ROW):
+        rows.observe({1: 1, 2: 1 + step % 2})
+        assert max(drafter.num_pending(key) for key in (1, 2)) <= PLACES_PER_ROW
+        if step % 50 == 10:
+            rows.assert_drafts([2], tensors, target)
+            assert drafter.num_pending(2) == 0
+            assert drafter.num_pending(1) > 0, "only the rows that draft are caught up"
+    rows.assert_drafts([1, 2], tensors, target)
+
+
+def test_plain_steps_cost_no_projection(drafter):
+    rows = Rows(drafter)
+    rows.observe({1: 5})
+    for _ in range(PLACES_PER_ROW - 5):
+        rows.observe({1: 1})
+    assert drafter.num_pending(1) == PLACES_PER_ROW
+    assert drafter._slots[1].length == 0
+
+
+def test_catching_up_can_be_done_ahead(drafter, tensors, target):
+    rows = Rows(drafter)
+    rows.observe({1: 5, 2: 6})
+    with torch.inference_mode():
+        drafter.catch_up([2, 1])
+        drafter.catch_up([2])
+    assert drafter.num_pending(1) == drafter.num_pending(2) == 0
+    rows.assert_drafts([1, 2], tensors, target)
+
+
+def test_what_waits_is_forgotten_with_its_row(drafter, tensors, target):
+    rows = Rows(drafter)
+    rows.observe({1: 5})
+    rows.forget(1)
+    assert drafter.num_pending(1) == 0
+    rows.observe({1: 4})
+    rows.assert_drafts([1], tensors, target)
+
+
 # Taps
 
 
@@ -268,7 +314,11 @@ class Recorder:
 
     def __init__(self, drafter: DFlashDrafter) -> None:
         self.depth, self.taps = drafter.depth, drafter.taps
+        self.caches, self.reserve, self.share = drafter.caches, drafter.reserve, drafter.share
         self.observe, self.forget = drafter.observe, drafter.forget
+        self.num_pending, self.catch_up = drafter.num_pending, drafter.catch_up
+        self.pending_bytes_per_row = drafter.pending_bytes_per_row
+        self.pending_bytes_per_row = drafter.pending_bytes_per_row
         self._drafter = drafter
         self.calls: list[tuple[list[DraftRow], Marginals]] = []
 

@@ -1,46 +1,32 @@
-"""Sampling: the noise, the processors, ties, and the law of the engine's own first tokens.
-
-Statistical tests state their false-alarm probability; seeds are fixed, so they either always pass
-or always fail.
-"""
+"""Sampling: the noise, the processors, ties, and what a choice does not depend on."""
 
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
-from itertools import product
+import re
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import SIZES, fixed_costs
-from transformers import LlamaConfig, LlamaForCausalLM
+from sampling_reference import (
+    ALPHA,
+    CPU,
+    chi_square_p,
+    chosen,
+    draw,
+    slow_choice,
+    surviving_scores,
+)
 
+from bastion_batch.config import parse_job
 from bastion_batch.core.noise import position_key, row_key
-from bastion_batch.engine import Engine
-from bastion_batch.engine.drafters.fakes import RandomDrafter, ScriptedDrafter
-from bastion_batch.engine.sampling import Draw, argmax, choose, gumbel_noise
-from bastion_batch.engine.target import Target
-from bastion_batch.records import Request, SamplingParams
+from bastion_batch.engine.history import History
+from bastion_batch.engine.noise import NOISE_RANGE, able_to_win, gumbel_noise, winners
+from bastion_batch.engine.sampling import argmax, is_plain_greedy
+from bastion_batch.errors import JobFileError
+from bastion_batch.records import SamplingParams
 
-ALPHA = 1e-4
-CPU = torch.device("cpu")
 proven = settings(derandomize=True, deadline=None, max_examples=200)
-
-
-def chi_square_p(observed: Sequence[float], expected: Sequence[float]) -> float:
-    """P-value of Pearson's test; cells that expect under five are put together."""
-    seen, due = np.asarray(observed, float), np.asarray(expected, float)
-    if seen[due == 0].any():
-        return 0.0
-    small = due < 5
-    seen = np.append(seen[~small], seen[small].sum())
-    due = np.append(due[~small], due[small].sum())
-    seen, due = seen[due > 0], due[due > 0]
-    statistic = torch.tensor(((seen - due) ** 2 / due).sum(), dtype=torch.float64)
-    freedom = torch.tensor((len(due) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, statistic / 2))
 
 
 # The noise
@@ -134,57 +120,41 @@ PINNED_POSITION_KEY = 8983945798284430074
 PINNED_NOISE = [-0.558414, -0.461257, 0.535019, 0.961606]
 
 
+def test_all_noise_lies_in_its_range():
+    """The extremes of the uniform's 32 bits, as they are computed: in float32."""
+    uniform = torch.tensor([0.5 * 2.0**-32, 1 - 2.0**-24], dtype=torch.float32)
+    largest, smallest = (-(-(-uniform).log1p()).log()).tolist()
+    assert NOISE_RANGE[0] < smallest < -2.8
+    assert 22.8 < largest < NOISE_RANGE[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 0.3, 4.0, 40.0, 1e9])
+def test_noise_for_those_able_to_win_gives_the_same_winner(scale, dtype):
+    """The shortcut against the whole noise, flat to peaked, with ties and removed tokens."""
+    generator = torch.Generator().manual_seed(int(scale * 10))
+    for num_removed in (0, 3_900, 3_999):
+        logits = (scale * torch.randn(20, 4_000, generator=generator)).to(dtype)
+        logits[:, 5:9] = logits.max()
+        logits[:, torch.randperm(4_000, generator=generator)[:num_removed]] = -torch.inf
+        keys = [position_key(num_removed, place) for place in range(20)]
+        whole = argmax(logits + gumbel_noise(keys, 4_000, CPU)).tolist()
+        for narrow in (False, True):
+            assert winners(logits, keys, narrow=[narrow] * 20).tolist() == whole
+
+
+def test_those_able_to_win_are_few_where_the_best_is_sure():
+    logits = torch.full((1_000,), -30.0)
+    logits[[3, 700]] = torch.tensor([0.0, -25.0])
+    assert able_to_win(logits).tolist() == [3, 700]
+
+
 @pytest.mark.parametrize("other", [(18, "a", 3), (17, "b", 3), (17, "a", 4), (17, "a\x003", 3)])
 def test_every_part_of_a_rows_name_changes_its_key(other):
     assert row_key(*other) != row_key(17, "a", 3)
 
 
 # The processors, against a slow reading of their definition
-
-
-def draw(sampling: SamplingParams, prompt=(), output=(), key=1, position=5, ends=()) -> Draw:
-    return Draw(sampling, key, position, prompt, output, frozenset(ends))
-
-
-def surviving_scores(logits: np.ndarray, a_draw: Draw) -> np.ndarray:
-    """Processed logits of one draw, `-inf` for what was removed: one token at a time."""
-    sampling, scores = a_draw.sampling, [float(x) for x in logits]
-    for token in range(len(scores)):
-        if token in a_draw.end_ids and len(a_draw.output_ids) < sampling.min_new_tokens:
-            scores[token] = -math.inf
-        if token in a_draw.prompt_ids or token in a_draw.output_ids:
-            penalty = sampling.repetition_penalty
-            scores[token] = (
-                scores[token] / penalty if scores[token] > 0 else scores[token] * penalty
-            )
-        times = list(a_draw.output_ids).count(token)
-        if times:
-            scores[token] -= sampling.presence_penalty + times * sampling.frequency_penalty
-    if sampling.temperature == 0:
-        return np.array(scores)
-    scores = np.array([score / sampling.temperature for score in scores])
-    if sampling.top_k is not None:
-        floor = sorted(scores, reverse=True)[min(sampling.top_k, len(scores)) - 1]
-        scores[scores < floor] = -math.inf
-    probabilities = np.exp(scores - scores.max())
-    probabilities /= probabilities.sum()
-    if sampling.top_p < 1:
-        mass, floor = 0.0, 0.0
-        for probability in sorted(probabilities, reverse=True):
-            if mass >= sampling.top_p:
-                break
-            mass, floor = mass + probability, probability
-        scores[probabilities < floor * (1 - 1e-12)] = -math.inf
-    scores[probabilities < sampling.min_p * probabilities.max() * (1 - 1e-12)] = -math.inf
-    return scores
-
-
-def slow_choice(logits: np.ndarray, a_draw: Draw) -> int:
-    scores = surviving_scores(logits, a_draw)
-    if a_draw.sampling.temperature > 0:
-        key = position_key(a_draw.noise_key, a_draw.position)
-        scores = scores + gumbel_noise([key], len(scores), CPU)[0].double().numpy()
-    return int(np.flatnonzero(scores == scores.max())[0])
 
 
 PROCESSORS = {
@@ -202,9 +172,22 @@ PROCESSORS = {
     "frequency": {"temperature": 0.0, "frequency_penalty": 0.4},
     "negative": {"temperature": 1.0, "frequency_penalty": -0.4, "presence_penalty": -0.3},
     "minimum length": {"temperature": 0.0, "min_new_tokens": 4},
+    "bias": {"temperature": 0.0, "logit_bias": ((3, 2.5), (0, -40.0), (11, 0.75))},
+    "bias and temperature": {"temperature": 0.7, "logit_bias": ((3, 2.5), (7, 1.25))},
+    "bans": {"temperature": 0.0, "banned_ids": (2, 9, 4)},
+    "a ban outweighs a bias": {
+        "temperature": 1.0, "banned_ids": (6,), "logit_bias": ((6, 90.0), (5, 90.0)),
+    },
+    "a minimum length outweighs a bias": {
+        "temperature": 0.6, "min_new_tokens": 7, "logit_bias": ((1, 90.0), (5, 90.0), (8, 3.0)),
+    },
+    "the penalty scales the biased logit": {
+        "temperature": 0.0, "repetition_penalty": 1.7, "logit_bias": ((1, -3.0), (3, 4.0)),
+    },
     "all": {
         "temperature": 0.8, "top_k": 7, "top_p": 0.871, "min_p": 0.031, "min_new_tokens": 4,
         "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2,
+        "logit_bias": ((2, 1.5), (8, -0.5)), "banned_ids": (10, 0),
     },
 }  # fmt: skip
 
@@ -229,7 +212,7 @@ def test_a_processor_is_its_definition(name, whole):
         )
         for _ in logits
     ]
-    found = choose(torch.tensor(logits), draws)
+    found = chosen(torch.tensor(logits), draws)
     assert found == [slow_choice(*pair) for pair in zip(logits, draws, strict=True)]
 
 
@@ -249,7 +232,7 @@ def test_any_mix_of_processors_is_its_definition(logits, temperature, top_k, top
     )  # fmt: skip
     a_draw = draw(sampling, prompt=(0, 1), output=output, key=len(output), ends=(4,))
     scores = np.array(logits) / 100
-    assert choose(torch.tensor(scores[None]), [a_draw]) == [slow_choice(scores, a_draw)]
+    assert chosen(torch.tensor(scores[None]), [a_draw]) == [slow_choice(scores, a_draw)]
 
 
 def test_a_mixed_batch_is_its_draws_one_by_one():
@@ -257,11 +240,11 @@ def test_a_mixed_batch_is_its_draws_one_by_one():
     logits = torch.tensor(generator.standard_normal((len(PROCESSORS), 30)), dtype=torch.float32)
     before = logits.clone()
     draws = [draw(SamplingParams(**p), (1, 2), [3, 3], key=9) for p in PROCESSORS.values()]
-    together = choose(logits, draws)
+    together = chosen(logits, draws)
     assert torch.equal(logits, before), "the caller's logits are left alone"
-    alone = [choose(logits[[i]], [a_draw])[0] for i, a_draw in enumerate(draws)]
+    alone = [chosen(logits[[i]], [a_draw])[0] for i, a_draw in enumerate(draws)]
     assert together == alone
-    backwards = choose(logits.flip(0), draws[::-1])
+    backwards = chosen(logits.flip(0), draws[::-1])
     assert backwards[::-1] == together
 
 
@@ -271,7 +254,7 @@ def test_a_nucleus_wider_than_a_thousand_tokens_is_exact():
     logits = 0.1 * generator.standard_normal((3, 5_000))
     draws = [draw(SamplingParams(temperature=1.0, top_p=0.7), key=k) for k in range(3)]
     expected = [slow_choice(*pair) for pair in zip(logits, draws, strict=True)]
-    assert choose(torch.tensor(logits), draws) == expected
+    assert chosen(torch.tensor(logits), draws) == expected
 
 
 @pytest.mark.parametrize("name", ["temperature", "top-k", "top-p", "min-p"])
@@ -282,9 +265,126 @@ def test_choices_follow_the_processed_distribution(name):
     scores = surviving_scores(logits, draw(sampling))
     law = np.exp(scores) / np.exp(scores).sum()
     draws = [draw(sampling, key=row_key(0, str(n), 0)) for n in range(6_000)]
-    chosen = choose(torch.tensor(logits, dtype=torch.float32).expand(len(draws), -1), draws)
-    counts = np.bincount(chosen, minlength=len(law))
+    found = chosen(torch.tensor(logits, dtype=torch.float32).expand(len(draws), -1), draws)
+    counts = np.bincount(found, minlength=len(law))
     assert chi_square_p(counts, len(draws) * law) > ALPHA
+
+
+@pytest.mark.parametrize("rows", [1, 3, 64, 65, 130])
+def test_any_number_of_draws_at_once_is_one_by_one(rows):
+    """Also in bfloat16, of whose logits several tie."""
+    generator = np.random.default_rng(rows)
+    params = [SamplingParams(**p) for p in PROCESSORS.values()]
+    logits = torch.tensor(generator.standard_normal((rows, 200)), dtype=torch.bfloat16)
+    draws = [draw(params[n % len(params)], (1,), [3, 4, 3], key=n) for n in range(rows)]
+    alone = [chosen(logits[[n]], [a_draw])[0] for n, a_draw in enumerate(draws)]
+    assert chosen(logits, draws) == alone
+
+
+@proven
+@given(
+    st.lists(st.integers(0, 9), max_size=5),
+    st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 9), max_size=4)), max_size=5),
+)
+def test_a_history_counts_as_if_it_were_counted_anew(prompt, moves):
+    """Committed tokens and paths in any order: a path is forgotten, a commit is not."""
+    output: list[int] = []
+    history = History(prompt, output)
+    for is_commit, token_ids in moves:
+        if is_commit:
+            output.extend(token_ids)
+        whole = output if is_commit else [*output, *token_ids]
+        found = history.counts([] if is_commit else token_ids)
+        counts = dict(zip(found.ids.tolist(), found.times.tolist(), strict=True))
+        assert len(counts) == len(found.ids)
+        assert counts == {token: whole.count(token) for token in {*prompt, *whole}}
+
+
+GREEDY_BUT = [
+    {"temperature": 0.1}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1},
+    {"frequency_penalty": -0.1}, {"min_new_tokens": 1}, {"banned_ids": (1,)},
+    {"logit_bias": ((1, 0.5),)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sampling", GREEDY_BUT, ids=str)
+def test_what_moves_the_argmax_is_not_plain_greedy(sampling):
+    assert is_plain_greedy(SamplingParams(top_k=3, top_p=0.5, min_p=0.5, stop_token_ids=(2,)))
+    assert not is_plain_greedy(SamplingParams(**sampling))
+
+
+# Parameters that no target can serve
+
+FAULTS = {
+    "logit_bias names token 97; the target's vocabulary has 97": {"logit_bias": ((97, 1.0),)},
+    "banned_ids names token -1; the target's vocabulary has 97": {"banned_ids": (3, -1)},
+    "stop_token_ids names token 100; the target's": {"stop_token_ids": (100,)},
+    "holds back are 97 tokens; the target's vocabulary has 97": {"banned_ids": tuple(range(97))},
+    "and one must be left": {"banned_ids": tuple(range(2, 97)), "min_new_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("message", FAULTS)
+def test_parameters_that_leave_no_token_are_refused_with_the_limit(message):
+    fault = SamplingParams(**FAULTS[message]).fault(97, frozenset({0, 1}))
+    assert fault is not None
+    assert message in fault
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"banned_ids": tuple(range(2, 97))},
+        {"banned_ids": tuple(range(2, 97)), "min_new_tokens": 1, "ignore_eos": True},
+        {"logit_bias": ((0, -1.0), (96, 1.0)), "stop_token_ids": (96,)},
+    ],
+    ids=["all but the ends", "ends that do not end", "first and last"],
+)
+def test_parameters_that_leave_a_token_are_not(sampling):
+    assert SamplingParams(**sampling).fault(97, frozenset({0, 1})) is None
+
+
+def test_stop_tokens_end_an_output_also_where_the_targets_own_do_not():
+    own = frozenset({1})
+    assert SamplingParams().end_ids(own) == {1}
+    assert SamplingParams(stop_token_ids=(5,)).end_ids(own) == {1, 5}
+    assert SamplingParams(stop_token_ids=(5,), ignore_eos=True).end_ids(own) == {5}
+
+
+# From the job file
+
+
+def decoding_of(**fields) -> SamplingParams:
+    tree = {
+        "input": {"path": "a", "prompt": "p"},
+        "output": {"path": "o"},
+        "model": {"target": "t"},
+    }
+    return parse_job({**tree, "decoding": fields}).decoding.sampling
+
+
+def test_a_job_gives_token_ids_as_a_mapping_and_lists():
+    sampling = decoding_of(logit_bias={"7": 1, 3: -2.5}, banned_ids=[5, 2, 5], stop_token_ids=[9])
+    assert sampling.logit_bias == ((3, -2.5), (7, 1.0))
+    assert (sampling.banned_ids, sampling.stop_token_ids) == ((2, 5), (9,))
+    assert hash(sampling) == hash(decoding_of(
+        stop_token_ids=[9], banned_ids=[2, 5], logit_bias={3: -2.5, 7: 1.0}
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"logit_bias": {3: math.nan}}, "decoding.logit_bias.0.1: Input should be a finite number"),
+        ({"presence_penalty": math.inf}, "decoding.presence_penalty: Input should be a finite"),
+        ({"banned_ids": [-1]}, "decoding.banned_ids.0: Input should be greater than or equal to 0"),
+        ({"logit_bias": [[3, 1], [3, 2]]}, "decoding.logit_bias: token 3 has more than one bias"),
+    ],
+    ids=str,
+)
+def test_a_job_with_impossible_token_ids_is_refused(fields, message):
+    with pytest.raises(JobFileError, match=re.escape(message)):
+        decoding_of(**fields)
 
 
 # Ties
@@ -303,7 +403,7 @@ def test_the_lowest_of_tied_ids_wins(dtype):
             logits[row, places] = 9.0
             lowest.append(int(places.min()))
         assert argmax(logits).tolist() == lowest
-        assert choose(logits, [draw(SamplingParams())] * num_rows) == lowest
+        assert chosen(logits, [draw(SamplingParams())] * num_rows) == lowest
         wide = torch.cat([logits, torch.full((num_rows, 100), 10.0, dtype=dtype)], 1)
         assert argmax(wide[:, :49_152]).tolist() == lowest, "also of a slice of a padded head"
 
@@ -318,150 +418,3 @@ def test_neighbouring_ties_and_flat_logits(dtype):
     almost_all_banned = torch.full((1, 49_152), -math.inf, dtype=dtype)
     almost_all_banned[0, [77, 40_000]] = -5.0
     assert argmax(almost_all_banned).tolist() == [77]
-
-
-# The engine's law
-
-VOCAB, PROMPT, LENGTH = 6, (3,), 3
-SAMPLING = SamplingParams(
-    temperature=1.0, top_k=5, top_p=0.9, max_new_tokens=LENGTH, ignore_eos=True
-)
-NUM_ROWS = 4_000
-"""Three tokens each, plainly and with trees: 24,000 draws."""
-
-Path = tuple[int, ...]
-
-
-@pytest.fixture(scope="module")
-def module():
-    """Small weights: every token has a fair chance."""
-    torch.manual_seed(5)
-    sizes = {**SIZES, "initializer_range": 0.15}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **sizes)).to(torch.float64).eval()
-
-
-@pytest.fixture(scope="module")
-def logits_after(module) -> dict[Path, np.ndarray]:
-    """transformers' own logits after every path shorter than three tokens."""
-    paths = [path for n in range(LENGTH) for path in product(range(VOCAB), repeat=n)]
-    with torch.inference_mode():
-        return {p: module(torch.tensor([PROMPT + p])).logits[0, -1].numpy() for p in paths}
-
-
-@pytest.fixture(scope="module")
-def law(logits_after) -> dict[Path, float]:
-    """The exact probability of every three-token output."""
-    following = {}
-    for path, logits in logits_after.items():
-        scores = surviving_scores(logits, draw(SAMPLING))
-        following[path] = np.exp(scores) / np.exp(scores).sum()
-    result = {
-        path: math.prod(following[path[:n]][path[n]] for n in range(LENGTH))
-        for path in product(range(VOCAB), repeat=LENGTH)
-    }
-    assert sum(result.values()) == pytest.approx(1)
-    assert sum(p > 5 / NUM_ROWS for p in result.values()) > 40, "a law with something to test"
-    return result
-
-
-def fit_of(outputs: Sequence[Path], law: dict[Path, float]) -> float:
-    """P-value of the outputs under the law: all three tokens jointly."""
-    counts = Counter(outputs)
-    assert counts.keys() <= law.keys()
-    return chi_square_p([counts[path] for path in law], [len(outputs) * p for p in law.values()])
-
-
-def noise_keys() -> list[int]:
-    return [row_key(0, str(row), 0) for row in range(NUM_ROWS)]
-
-
-def engine_outputs(module, drafter, method: str, keys: list[int]) -> list[Path]:
-    target = Target.of_module(module)
-    engine = Engine(target, drafter, method=method, max_batch=128, costs=fixed_costs(target))
-    wanted = [
-        Request(row_id=str(row), prompt_ids=PROMPT, sampling=SAMPLING, noise_key=key)
-        for row, key in enumerate(keys)
-    ]
-    found = {completion.row_id: completion.output_ids for completion in engine.generate(wanted)}
-    if drafter is not None:
-        assert engine.totals.num_accepted > len(keys) / 4, "trees are walked, not only roots"
-    return [found[request.row_id] for request in wanted]
-
-
-@pytest.fixture(scope="module")
-def plain_outputs(module) -> list[Path]:
-    return engine_outputs(module, None, "ar", noise_keys())
-
-
-def test_plain_outputs_follow_the_targets_law(plain_outputs, law):
-    """Chi-square of the first three tokens jointly; false alarm `ALPHA` = 1e-4."""
-    assert fit_of(plain_outputs, law) > ALPHA
-
-
-def test_outputs_of_random_trees_follow_the_targets_law(module, law):
-    """Other noise than the plain test's, so that it is a test of its own; false alarm 1e-4."""
-    keys = [key ^ 0x5DEECE66D for key in noise_keys()]
-    drafter = RandomDrafter(VOCAB, depth=2, num_ranks=VOCAB)
-    assert fit_of(engine_outputs(module, drafter, "bastion", keys), law) > ALPHA
-
-
-def test_an_oracles_trees_change_no_sample(module, plain_outputs):
-    """All rows share a prompt, so the oracle knows one row's output: the most common one."""
-    script = Counter(plain_outputs).most_common(1)[0][0]
-    drafter = ScriptedDrafter({PROMPT: script}, VOCAB, depth=2)
-    target = Target.of_module(module)
-    engine = Engine(target, drafter, method="bastion", max_batch=128, costs=fixed_costs(target))
-    keys = noise_keys()[:500]
-    wanted = [
-        Request(row_id=str(row), prompt_ids=PROMPT, sampling=SAMPLING, noise_key=key)
-        for row, key in enumerate(keys)
-    ]
-    found = {c.row_id: c.output_ids for c in engine.generate(wanted)}
-    assert [found[request.row_id] for request in wanted] == plain_outputs[: len(keys)]
-    assert engine.totals.num_accepted > 0
-
-
-Walk = Callable[[torch.Tensor, list[Draw]], list[int]]
-"""Logits after the path of every row, and the draws due there -> the tokens that come next."""
-
-
-def walked(logits_after: dict[Path, np.ndarray], walk: Walk, num_rows: int) -> list[Path]:
-    """Three tokens for every row, walked over transformers' logits."""
-    paths: list[Path] = [()] * num_rows
-    for position in range(len(PROMPT), len(PROMPT) + LENGTH):
-        logits = torch.tensor(np.stack([logits_after[path] for path in paths]))
-        draws = [
-            draw(SAMPLING, key=key, position=position, output=path)
-            for key, path in zip(noise_keys(), paths, strict=False)
-        ]
-        paths = [(*path, token) for path, token in zip(paths, walk(logits, draws), strict=True)]
-    return paths
-
-
-def argmax_walk(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
-    """Accepts along the target's argmax and samples only the last token."""
-    is_last = len(draws[0].output_ids) == LENGTH - 1
-    return choose(logits, draws) if is_last else argmax(logits).tolist()
-
-
-def noise_of_the_root(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
-    """Draws every node of a tree with the noise of the root's position."""
-    return choose(logits, [a_draw._replace(position=len(PROMPT)) for a_draw in draws])
-
-
-def no_filter(logits: torch.Tensor, draws: list[Draw]) -> list[int]:
-    """Forgets the nucleus."""
-    return choose(
-        logits, [a_draw._replace(sampling=SamplingParams(temperature=1.0)) for a_draw in draws]
-    )
-
-
-@pytest.mark.parametrize("fault", [argmax_walk, noise_of_the_root, no_filter])
-def test_the_law_test_sees_a_fault(logits_after, law, fault):
-    assert fit_of(walked(logits_after, fault, 2_000), law) < ALPHA
-
-
-def test_the_law_test_passes_an_honest_walk_which_is_the_engines(logits_after, law, plain_outputs):
-    honest = walked(logits_after, choose, 2_000)
-    assert fit_of(honest, law) > ALPHA
-    assert honest == plain_outputs[:2_000]

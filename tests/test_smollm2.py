@@ -4,6 +4,8 @@ A row may differ from the reference only where the reference itself hangs on a n
 best logits are closer than 5e-4 at the first difference, and a float64 pass agrees.
 """
 
+import copy
+import gzip
 import json
 import os
 from pathlib import Path
@@ -20,6 +22,7 @@ from bastion_batch.records import Request, SamplingParams
 
 NAME = "smollm2-135m-instruct"
 PROMPTS = Path(__file__).parent.parent / "jobs" / "data" / "prompts.jsonl"
+REFERENCE = Path(__file__).parent / "data" / "smollm2-greedy-256.json.gz"
 MARGIN = 5e-4
 
 
@@ -110,14 +113,57 @@ def test_a_few_prompts_equal_transformers(models):
     assert totals.num_accepted > 0, "the built-in drafter proposes tokens that are accepted"
 
 
-@pytest.mark.slow
-def test_many_prompts_equal_transformers(models):
+@pytest.fixture
+def all_threads():
     torch.set_num_threads(os.cpu_count() or 1)
-    prompts = models.prompts[:32]
-    expected = [generate_alone(models, prompt, 128) for prompt in prompts]
-    for method, max_batch in (("bastion", 1), ("bastion", 8), ("ddtree", 8)):
-        found, totals = decode(models, prompts, 128, method, max_batch)
-        rows = differing(models, prompts, expected, found)
-        print(method, max_batch, "differing rows", rows, totals)  # noqa: T201 - figures for the log
-        assert len(rows) <= 1
+    yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def kept_reference(models):
+    """transformers' own text of the first 64 prompts, one at a time, 256 tokens: computed once.
+
+    Another processor's arithmetic may turn near-ties the other way, which is allowed here too.
+    """
+    texts = json.loads(gzip.decompress(REFERENCE.read_bytes()))
+    assert generate_alone(models, models.prompts[0], 16) == tuple(texts[0][:16])
+    return [tuple(text) for text in texts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ar", "dflash", "ddtree", "bastion"])
+@pytest.mark.parametrize(("num_prompts", "max_batch"), [(16, 1), (64, 4), (64, 16)])
+@pytest.mark.usefixtures("all_threads")
+def test_many_prompts_equal_transformers(models, kept_reference, method, num_prompts, max_batch):
+    prompts = models.prompts[:num_prompts]
+    found, totals = decode(models, prompts, 256, method, max_batch)
+    rows = differing(models, prompts, kept_reference[:num_prompts], found)
+    print(method, max_batch, "differing rows", rows, totals)  # noqa: T201 - figures for the log
+    assert len(rows) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_batch", [1, 8])
+@pytest.mark.usefixtures("all_threads")
+def test_bfloat16_differs_from_transformers_at_near_ties_only(models, max_batch):
+    """No first difference where the reference's margin is over 2 ulps of its best logit."""
+    module = copy.deepcopy(models.module).to(torch.bfloat16)
+    target = Target.of_module(module)
+    files = resolve_drafter("default", NAME)
+    narrow = models._replace(target=target, drafter=DFlashDrafter.load(files.path, target))
+    prompts = models.prompts[:32]
+    found, _ = decode(narrow, prompts, 128, "bastion", max_batch)
+    margins = [m for p, f in zip(prompts, found, strict=True) if (m := first_margin(module, p, f))]
+    print("batch", max_batch, "rows that differ", len(margins), "ulps", margins)  # noqa: T201
+    assert max(margins, default=0) <= 2
+
+
+def first_margin(module, prompt: tuple[int, ...], output: tuple[int, ...]) -> float:
+    """By how many bfloat16 ulps the reference prefers another token, where it first does."""
+    with torch.no_grad():
+        logits = module(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1].float()
+    best = logits.max(-1).values
+    behind = best - logits[torch.arange(len(output)), torch.tensor(output)]
+    ulps = behind / (best.abs().log2().floor().exp2() * 2.0**-7)
+    return next((float(ulp) for ulp in ulps if ulp > 0), 0.0)

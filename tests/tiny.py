@@ -5,7 +5,8 @@ from functools import cache
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from bastion_batch.core.roofline import LatencyModel
+from bastion_batch.core.devices import DeviceSpeed
+from bastion_batch.core.latency import LatencyModel
 from bastion_batch.engine import Engine
 from bastion_batch.engine.drafters.dflash import DFlashDrafter
 from bastion_batch.engine.latency import StepCosts
@@ -76,14 +77,14 @@ def tiny_drafter(target: Target, block_size: int = 6, seed: int = 0) -> DFlashDr
 
 def fixed_costs(target: Target) -> StepCosts:
     """A latency model that has measured nothing: cheap nodes, so that trees grow large."""
-    return StepCosts(LatencyModel(target.shape, 1e15, 1e6), None, 1)
+    return StepCosts(LatencyModel(target.shape, DeviceSpeed(1e15, 1e6)), None, 1)
 
 
 def tiny_engine(family: str = "llama", drafter=None, vocab_size: int = 97, **options) -> Engine:
     target = tiny_target(family, vocab_size)
     if drafter == "dflash":
         drafter = tiny_drafter(target)
-    return Engine(target, drafter, costs=fixed_costs(target), **options)
+    return Engine(target, drafter, costs=fixed_costs(target), **{"max_batch": 16, **options})
 
 
 def requests(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from bastion_batch.config import JobConfig
+from bastion_batch.errors import JobFileError
 from bastion_batch.records import Completion, Request, RowFault
 
 if TYPE_CHECKING:
@@ -28,6 +29,10 @@ class DecodingEngine(Protocol):
 
     def check(self, num_prompt_tokens: int) -> RowFault | None:
         """Why a prompt of so many tokens cannot be decoded, or None."""
+        ...
+
+    def save_profile(self) -> None:
+        """Keep what was learnt about the device, for the next engine like this one."""
         ...
 
     @property
@@ -85,9 +90,16 @@ class PretrainedEngines:
 
     def check(self, job: JobConfig) -> "ModelFiles":
         """Resolve target and drafter on this machine."""
-        from bastion_batch.engine.checkpoints import resolve_drafter, resolve_target
+        from bastion_batch.engine.checkpoints import (
+            resolve_drafter,
+            resolve_target,
+            target_vocab_size,
+        )
 
         target = resolve_target(job.model.target, job.model.revision)
+        fault = job.decoding.sampling.fault(target_vocab_size(target), frozenset())
+        if fault is not None:
+            raise JobFileError(f"decoding: {fault}")
         if job.decoding.method != "ar":
             resolve_drafter(job.model.drafter, target.name)
         return target

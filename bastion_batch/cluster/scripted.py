@@ -99,6 +99,9 @@ class ScriptedEngine:
         """Rows live."""
         return len(self._rows)
 
+    def save_profile(self) -> None:
+        """Nothing was learnt."""
+
     def check(self, num_prompt_tokens: int) -> RowFault | None:
         """Why a prompt of so many tokens cannot be decoded, or None."""
         if num_prompt_tokens >= self.max_context:

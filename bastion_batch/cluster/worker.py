@@ -126,6 +126,7 @@ class Worker:
         with closing(UnitReader(plan)) as self._reader:
             while self._turn(self._engine):
                 pass
+        self._engine.save_profile()
         self._link.report(self._report())
         self._link.close()
         logger.info("attempt %d: done after %d outputs", spec.attempt, self._num_finished)

@@ -6,18 +6,25 @@ whether the parent lies on the top-1 path, an increasing map from `q` to accepta
 children of a parent share one map and are scaled to sum to at most 1, so siblings keep their order
 and a child never outscores its parent: all that best-first needs.
 
-Shape letters: G sampling groups, D depths, B knots in q, R rows, K ranks, P = 2 (parent off, on
-the top-1 path).
+Where little was seen a map leans on what was seen near by: the prior is scaled by how far it
+overstates at the same depth and path, and that in turn by how far it does in the whole group. One
+overstated guess per value of `q` would outlast thousands of steps, as most values are rare.
+
+Shape letters: G sampling groups, D depths, B knots in q, R rows, K ranks, N outcomes, P = 2 (parent
+off, on the top-1 path).
 """
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bastion_batch.core.tree import PathScores
+from bastion_batch.core.tree import DraftTree, PathScores
 from bastion_batch.records import SamplingParams
+
+VERSION = 1
+"""Raised when what was learnt by an older version would be misread."""
 
 KNOTS = np.array([1e-4, 1e-3, 4e-3, 0.015, 0.04, 0.1, 0.2, 0.32, 0.45, 0.6, 0.75, 0.87, 0.95, 0.99])
 """Values of q at which acceptance is estimated; between them it is interpolated in log q."""
@@ -28,20 +35,59 @@ OFF_PATH_PRIOR = 0.55
 Measured with one drafter: at q about 0.62 and depth 2, 0.34 of such tokens were accepted."""
 PRIOR_WEIGHT = 12.0
 """Observations that the prior is worth."""
+SHARE_WEIGHT = 5.0
+"""Expected acceptances that a share of the prior is shrunk by."""
 MAX_ACCEPTANCE = 0.999
 REFRESH_STEPS = 8
 FORGET_PER_REFRESH = 0.998
 
 
-class Outcome(NamedTuple):
-    """A verified node whose parent was accepted."""
+class Outcomes(NamedTuple):
+    """Verified nodes whose parent was accepted."""
 
-    group: int
-    depth: int
-    on_path: bool
-    """Whether its parent lies on the drafter's top-1 path."""
-    log_q: float
-    accepted: bool
+    groups_N: NDArray[np.intp]
+    depths_N: NDArray[np.intp]
+    """From 1."""
+    on_path_N: NDArray[np.intp]
+    """1 where the parent lies on the drafter's top-1 path, else 0."""
+    log_qs_N: NDArray[np.float64]
+    accepted_N: NDArray[np.bool_]
+
+    @property
+    def num_outcomes(self) -> int:
+        """N."""
+        return len(self.log_qs_N)
+
+
+def outcomes_of(
+    trees: Sequence[DraftTree], paths: Sequence[Sequence[int]], groups: Sequence[int]
+) -> Outcomes:
+    """What the walks down some trees say.
+
+    Args:
+        trees: as verified.
+        paths: the accepted nodes of each.
+        groups: the sampling group of each.
+    """
+    found: list[tuple[int, int, bool, float, bool]] = []
+    for tree, path, group in zip(trees, paths, groups, strict=True):
+        if not tree.num_nodes:
+            continue
+        accepted, on_path = {0, *path}, set(tree.top1_path)
+        found.extend(
+            (group, tree.depths[node], parent in on_path, tree.log_probs[node], node in accepted)
+            for node, parent in enumerate(tree.parents)
+            if parent in accepted
+        )
+    columns = zip(*found, strict=True) if found else ((),) * 5
+    groups, depths, on_path, log_qs, accepted = columns
+    return Outcomes(
+        groups_N=np.array(groups, np.intp),
+        depths_N=np.array(depths, np.intp),
+        on_path_N=np.array(on_path, np.intp),
+        log_qs_N=np.array(log_qs, np.float64),
+        accepted_N=np.array(accepted, np.bool_),
+    )
 
 
 def sampling_group(sampling: SamplingParams) -> int:
@@ -90,23 +136,53 @@ class AcceptanceModel:
             on_RDK=self._scaled(log_probs_RDK, self._maps[groups, depths, 1], below, weight),
         )
 
-    def observe(self, outcomes: Iterable[Outcome]) -> None:
+    def observe(self, outcomes: Outcomes) -> None:
         """Take in the outcomes of one step."""
-        for group, depth, on_path, log_q, accepted in outcomes:
-            knot = int(np.searchsorted(self._log_knots, log_q))
-            knot -= knot == len(KNOTS) or (
-                knot > 0 and log_q - self._log_knots[knot - 1] < self._log_knots[knot] - log_q
-            )
-            place = (group, depth - 1, int(on_path), knot)
-            self._seen.add(group)
-            self._trials[place] += 1
-            self._successes[place] += accepted
+        if outcomes.num_outcomes:
+            below, weight = self._place(outcomes.log_qs_N)
+            maps = outcomes.groups_N, outcomes.depths_N - 1, outcomes.on_path_N
+            for knots, share in ((below, 1 - weight), (below + 1, weight)):
+                np.add.at(self._trials, (*maps, knots), share)
+                np.add.at(self._successes, (*maps, knots), share * outcomes.accepted_N)
+            self._seen.update(outcomes.groups_N.tolist())
         self._steps += 1
-        if self._steps % REFRESH_STEPS == 0:
+        is_due = self._steps % REFRESH_STEPS == 0
+        if is_due:
             self._trials *= FORGET_PER_REFRESH
             self._successes *= FORGET_PER_REFRESH
+        if is_due or self._steps < REFRESH_STEPS:
             for group in self._seen:
                 self._maps[group] = self._fitted(group)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was learnt, JSON-able; `from_dict` reads it back."""
+        return {
+            "version": VERSION,
+            "knots": KNOTS.tolist(),
+            "trials": self._trials.round(3).tolist(),
+            "successes": self._successes.round(3).tolist(),
+        }
+
+    @classmethod
+    def from_dict(cls, max_depth: int, data: Mapping[str, Any]) -> Self:
+        """Read what `to_dict` wrote for a drafter of the same depth.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        model = cls(max_depth)
+        if data.get("version") != VERSION or data.get("knots") != KNOTS.tolist():
+            raise ValueError(f"acceptance of version {data.get('version')}; this is {VERSION}")
+        trials, successes = (np.array(data.get(k), float) for k in ("trials", "successes"))
+        if trials.shape != model._trials.shape or successes.shape != trials.shape:
+            raise ValueError(f"acceptance of shape {trials.shape}, not {model._trials.shape}")
+        if not ((successes >= 0) & (successes <= trials + 0.01)).all():
+            raise ValueError("acceptance has more successes than trials")
+        model._trials, model._successes = trials, np.minimum(successes, trials)
+        model._seen = set(np.flatnonzero(trials.sum((1, 2, 3))).tolist())
+        for group in model._seen:
+            model._maps[group] = model._fitted(group)
+        return model
 
     def _place(
         self, log_probs: NDArray[np.floating]
@@ -140,7 +216,7 @@ class AcceptanceModel:
         Pool-adjacent-violators by its max-min formula, all maps at once.
         """
         weights = self._trials[group] + PRIOR_WEIGHT
-        sums = self._successes[group] + PRIOR_WEIGHT * self._prior
+        sums = self._successes[group] + PRIOR_WEIGHT * self._scaled_prior(group)
         zero = np.zeros((*weights.shape[:-1], 1))
         total_weight = np.concatenate([zero, weights.cumsum(-1)], -1)
         total_sum = np.concatenate([zero, sums.cumsum(-1)], -1)
@@ -153,3 +229,14 @@ class AcceptanceModel:
         mean = np.where(forward, mean, np.inf)
         least_from = np.minimum.accumulate(mean[..., ::-1], -1)[..., ::-1]
         return np.where(forward, least_from, -np.inf).max(-2)
+
+    def _scaled_prior(self, group: int) -> NDArray[np.float64]:
+        """The prior times the share of it that came true, `[D, P, B]`.
+
+        The share is of a depth and path, shrunk to that of the whole group.
+        """
+        expected_DP = (self._trials[group] * self._prior).sum(-1)
+        successes_DP = self._successes[group].sum(-1)
+        share = (successes_DP.sum() + SHARE_WEIGHT) / (expected_DP.sum() + SHARE_WEIGHT)
+        share_DP = (successes_DP + SHARE_WEIGHT * share) / (expected_DP + SHARE_WEIGHT)
+        return np.minimum(self._prior * share_DP[..., None], MAX_ACCEPTANCE)

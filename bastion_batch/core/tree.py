@@ -10,10 +10,13 @@ Sources: BASTION (arXiv 2605.29727), DDTree (arXiv 2604.12989); the merge over r
 """
 
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from bastion_batch.core.compiled import compiled
 
 
 class PathScores(NamedTuple):
@@ -110,9 +113,8 @@ def best_first(
 ) -> Candidates:
     """The `max_candidates` best continuations over all rows, best first.
 
-    Works level by level: of a row's candidates at one depth that share a list of scores, the child
-    at rank k of the i-th best parent can only be among the row's best N if i * k <= N, which
-    leaves about N ln N per level.
+    One heap for all rows: the best candidates not yet seen are the next sibling and the first child
+    of those that were.
 
     Args:
         log_probs_RDK: log-probabilities, at most 0, decreasing along K; -inf for "never".
@@ -120,111 +122,69 @@ def best_first(
         max_candidates: how many to return at most; None with `max_per_row`, for all it finds.
         leaves_RDK: marks tokens after which nothing can follow, such as stop tokens.
         scores: what ranks the candidates; `log_probs_RDK` itself if None.
-        max_per_row: the sequence holds at least the best so many of every row, and may leave out
-            what is not among them.
+        max_per_row: the best so many of every row at most.
     """
-    limits = [limit for limit in (max_candidates, max_per_row) if limit is not None]
-    assert limits, "one of the two limits is needed"
-    most_in_row = min(limits)
     num_rows, max_depth, _ = log_probs_RDK.shape
+    per_row = max_candidates if max_per_row is None else max_per_row
+    assert per_row is not None, "one of the two limits is needed"
+    in_all = num_rows * per_row if max_candidates is None else max_candidates
     if leaves_RDK is None:
         leaves_RDK = np.zeros(log_probs_RDK.shape, np.bool_)
-    scores = scores or PathScores(log_probs_RDK, log_probs_RDK)
-    levels = [_roots(num_rows)]
-    threshold = -np.inf
-    for depth in range(1, max_depth + 1):
-        above = levels[-1]
-        may_grow = max_depths[above.rows] >= depth
-        if depth > 1:
-            may_grow &= ~leaves_RDK[above.rows, depth - 2, above.ranks]
-        level = _children(above, may_grow, scores, depth, most_in_row, threshold)
-        if not level.scores.size:
-            break
-        levels.append(level)
-        found = np.concatenate([part.scores for part in levels[1:]])
-        if max_candidates is not None and found.size >= max_candidates:
-            threshold = np.partition(found, -max_candidates)[-max_candidates]
-    return _merge(levels, log_probs_RDK, max_candidates)
-
-
-class _Level(NamedTuple):
-    """Candidates of one depth. `parents` index the level above."""
-
-    rows: NDArray[np.int32]
-    parents: NDArray[np.int32]
-    ranks: NDArray[np.int32]
-    scores: NDArray[np.float64]
-    on_path: NDArray[np.bool_]
-
-
-def _roots(num_rows: int) -> _Level:
-    nowhere = np.full(num_rows, -1, np.int32)
-    rows = np.arange(num_rows, dtype=np.int32)
-    return _Level(rows, nowhere, nowhere, np.zeros(num_rows), np.ones(num_rows, np.bool_))
-
-
-def _children(
-    above: _Level,
-    may_grow: NDArray[np.bool_],
-    scores: PathScores,
-    depth: int,
-    most_in_row: int,
-    threshold: float,
-) -> _Level:
-    allowed = np.where(may_grow, scores.on_RDK.shape[2], 0)
-    num_children = np.minimum(allowed, most_in_row // (_order_in_row(above) + 1))
-    parents = np.repeat(np.arange(len(above.rows), dtype=np.int32), num_children)
-    first = np.cumsum(num_children) - num_children
-    ranks = np.arange(len(parents), dtype=np.int32) - np.repeat(first, num_children)
-    rows, on_path = above.rows[parents], above.on_path[parents]
-    own = scores.off_RDK[rows, depth - 1, ranks]
-    if scores.on_RDK is not scores.off_RDK:
-        own = np.where(on_path, scores.on_RDK[rows, depth - 1, ranks], own)
-    paths = above.scores[parents] + own
-    keep = (paths >= threshold) & (paths > -np.inf)
-    return _Level(
-        rows[keep],
-        parents[keep],
-        ranks[keep].astype(np.int32),
-        paths[keep],
-        (on_path & (ranks == 0))[keep],
+    off, on = scores or PathScores(log_probs_RDK, log_probs_RDK)
+    rows, parents, depths, ranks, paths = _expand(
+        np.ascontiguousarray(off, np.float64),
+        np.ascontiguousarray(on, np.float64),
+        np.ascontiguousarray(np.minimum(max_depths, max_depth), np.int64),
+        np.ascontiguousarray(leaves_RDK),
+        in_all,
+        per_row,
     )
+    own = log_probs_RDK[rows, depths - 1, ranks].astype(np.float64)
+    return Candidates(rows, parents, depths, ranks, paths, own)
 
 
-def _order_in_row(level: _Level) -> NDArray[np.intp]:
-    """The place of each candidate among those of its row whose children have the same scores.
+@compiled()
+def _expand(off_RDK, on_RDK, max_depths, leaves_RDK, in_all, per_row):  # noqa: ANN001, ANN202
+    """Rows, parents, depths, ranks and path scores of the best candidates.
 
-    That is by decreasing score, the one candidate on the top-1 path apart: it is first.
+    What waits in the heap is (negative score, number, row, parent, depth, rank, whether the parent
+    is on the top-1 path, score of the parent's path); of equal scores the first one is taken first.
     """
-    by_row = np.lexsort((-level.scores, ~level.on_path, level.rows))
-    rows = level.rows[by_row]
-    start = np.searchsorted(rows, rows)
-    order = np.empty(len(rows), np.intp)
-    order[by_row] = np.arange(len(rows)) - start
-    has_path = np.bincount(level.rows[level.on_path], minlength=rows.max(initial=0) + 1)
-    return np.maximum(order - has_path[level.rows], 0)
-
-
-def _merge(
-    levels: list[_Level], log_probs_RDK: NDArray[np.floating], max_candidates: int | None
-) -> Candidates:
-    """Sort all levels by score, parents before children at equal scores, and renumber parents."""
-    sizes = [len(level.rows) for level in levels]
-    starts = np.cumsum([0, *sizes])
-    scores = np.concatenate([level.scores for level in levels[1:]] or [np.zeros(0)])
-    order = np.argsort(-scores, kind="stable")[:max_candidates]
-    place = np.full(starts[-1], -1, np.int32)  # of every candidate, roots included, in the result
-    place[order + sizes[0]] = np.arange(len(order), dtype=np.int32)
-
-    def gather(parts: list[NDArray[np.int32]]) -> NDArray[np.int32]:
-        return np.concatenate([np.zeros(0, np.int32), *parts])[order]
-
-    parents = gather([part.parents + starts[i] for i, part in enumerate(levels[1:])])
-    rows = gather([part.rows for part in levels[1:]])
-    depths = gather([np.full(n, d, np.int32) for d, n in enumerate(sizes) if d])
-    ranks = gather([part.ranks for part in levels[1:]])
-    log_probs = log_probs_RDK[rows, depths - 1, ranks].astype(np.float64)
-    return Candidates(rows, place[parents], depths, ranks, scores[order], log_probs)
+    num_rows, _, num_ranks = off_RDK.shape
+    found = np.empty((4, in_all), np.int32)
+    paths = np.empty(in_all, np.float64)
+    left = np.full(num_rows, per_row)
+    heap = [(0.0, -1, 0, 0, 0, 0, True, 0.0)]
+    heap.pop()  # it was there for its type
+    for row in range(num_rows):
+        if max_depths[row] > 0 and on_RDK[row, 0, 0] > -np.inf:
+            heappush(heap, (-on_RDK[row, 0, 0], row, row, -1, 1, 0, True, 0.0))
+    number = num_rows
+    count = 0
+    while len(heap) > 0 and count < in_all:
+        negative, _, row, parent, depth, rank, on_path, base = heappop(heap)
+        if left[row] == 0:
+            continue
+        left[row] -= 1
+        found[0, count], found[1, count] = row, parent
+        found[2, count], found[3, count] = depth, rank
+        paths[count] = -negative
+        if rank + 1 < num_ranks:
+            scores = on_RDK if on_path else off_RDK
+            own = scores[row, depth - 1, rank + 1]
+            if own > -np.inf:
+                score = base + own
+                heappush(heap, (-score, number, row, parent, depth, rank + 1, on_path, base))
+        if depth < max_depths[row] and not leaves_RDK[row, depth - 1, rank]:
+            follows = on_path and rank == 0
+            scores = on_RDK if follows else off_RDK
+            own = scores[row, depth, 0]
+            if own > -np.inf:
+                score = own - negative
+                heappush(heap, (-score, number + 1, row, count, depth + 1, 0, follows, -negative))
+        number += 2
+        count += 1
+    return found[0, :count], found[1, :count], found[2, :count], found[3, :count], paths[:count]
 
 
 def take_first(candidates: Candidates, num_nodes: int) -> NDArray[np.intp]:

@@ -54,10 +54,19 @@ class AttentionPlan:
         cache: holds the rows' slots; each has room for the row's tokens.
         rows: what each row adds to its context.
         num_q_heads: H.
+        num_padding: tokens after those of the rows, which attend to nothing and are not stored.
     """
 
-    def __init__(self, cache: KVCache, rows: Sequence[PassRow], num_q_heads: int) -> None:
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: Sequence[PassRow],
+        num_q_heads: int,
+        *,
+        num_padding: int = 0,
+    ) -> None:
         self._cache = cache
+        self._num_padding = num_padding
         self._batches: list[_Batch] = []
         start = 0
         call_pairs = CALL_PAIRS[cache.device.type == "cuda"]
@@ -73,6 +82,8 @@ class AttentionPlan:
             self._cache.write(layer, batch.slots[0], batch.places_S, keys_values[tokens])
             keys, values = self._cache.layer_view(layer, batch.slots, batch.num_keys)
             outputs.append(_attend(batch, queries_SHD[tokens], keys, values))
+        if self._num_padding:
+            outputs.append(outputs[0].new_zeros(self._num_padding, outputs[0].shape[-1]))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 

@@ -4,7 +4,12 @@ A `Slot` is one row's place. Slots of equal capacity share a group, one tensor f
 which the open slots are always the first ones: a pass over a group reads a plain slice of it and
 nothing is gathered. A row that outgrows its capacity moves to the next group; a closed slot is
 filled by the group's last one. Only `Slot.length` says which entries are valid: what lies beyond
-is scratch space that a pass may fill with nodes and a commit turns into context.
+is scratch space that a pass may fill with nodes and a commit turns into context. Scratch of an
+open slot is finite, whatever the place's last tenant left: a masked NaN would spoil a sum.
+
+A group grows by doubling and gives memory back only after it has been mostly empty for a while,
+so that rows that come and go do not make it grow and shrink in turn. A `MemoryBudget` bounds what
+caches hold; growing beyond it raises `CacheFull` and changes nothing.
 
 Shape letters: L layers, S slots of a group, C capacity in tokens, 2 keys and values, G key-value
 heads, D head size.
@@ -13,11 +18,21 @@ heads, D head size.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from bastion_batch.engine.memory import CacheFull, MemoryBudget
+from bastion_batch.engine.transfer import to_device
+
 CAPACITIES = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Capacities in tokens; beyond the last, multiples of it."""
+
+GROWTHS = (1.0, 0.5, 0.125)
+"""Slots a full group adds, as shares of what it has; the next one where memory is short."""
+
+PATIENCE = 64
+"""Slots opened while a group was at most a quarter full, before it gives memory back."""
 
 
 class Slot:
@@ -57,41 +72,53 @@ class _Group:
         self.capacity = capacity
         self.slots: list[Slot] = []
         self.entries = cache.new_entries(0)
+        self.num_idle = 0
+        """Slots opened in the cache since this group was more than a quarter full."""
 
     @property
     def num_allocated(self) -> int:
         return self.entries.shape[1] // self.capacity
 
+    @property
+    def is_mostly_empty(self) -> bool:
+        return len(self.slots) <= self.num_allocated // 4
+
     def add(self, slot: Slot) -> None:
+        """Place a slot after the others, its entries zeroed."""
         if len(self.slots) == self.num_allocated:
-            self._resize(max(1, 2 * self.num_allocated))
+            self._grow()
         slot._group, slot.index = self, len(self.slots)
         self.slots.append(slot)
-
-    def remove(self, slot: Slot) -> None:
-        last = self.slots.pop()
-        if last is not slot:
-            self.copy(last, slot.first_entry)
-            last.index = slot.index
-            self.slots[last.index] = last
-        if len(self.slots) <= self.num_allocated // 4:
-            self._resize(self.num_allocated // 2)
-
-    def clear(self, slot: Slot) -> None:
-        """Zero a slot: what its last tenant left may not be finite, and scratch must be."""
         self.entries[:, slot.first_entry : slot.first_entry + self.capacity].zero_()
 
-    def copy(self, source: Slot, first_entry: int) -> None:
-        """Copy the valid tokens of a slot, of this or another group, to an entry of this one."""
-        start, length = source.first_entry, source.length
-        target = self.entries[:, first_entry : first_entry + length]
-        target.copy_(source._group.entries[:, start : start + length])
+    def remove(self, slot: Slot) -> None:
+        """Let the last slot fill the place, scratch and all."""
+        last = self.slots.pop()
+        if last is not slot:
+            self.copy(last, self.capacity, slot.first_entry)
+            last.index = slot.index
+            self.slots[last.index] = last
 
-    def _resize(self, num_slots: int) -> None:
+    def copy(self, source: Slot, num_tokens: int, first_entry: int) -> None:
+        """Copy the first tokens of a slot, of this or another group, to an entry of this one."""
+        start = source.first_entry
+        target = self.entries[:, first_entry : first_entry + num_tokens]
+        target.copy_(source._group.entries[:, start : start + num_tokens])
+
+    def resize(self, num_slots: int) -> None:
+        """Hold so many slots; for a moment old and new entries are both held."""
         used = len(self.slots) * self.capacity
         entries = self.cache.new_entries(num_slots * self.capacity)
         entries[:, :used] = self.entries[:, :used]
         self.entries = entries
+
+    def _grow(self) -> None:
+        count = self.num_allocated
+        for growth in GROWTHS:
+            larger = count + int(growth * count)
+            if larger > count and self.cache.has_room(larger * self.capacity):
+                return self.resize(larger)
+        return self.resize(count + 1)
 
 
 class KVCache:
@@ -118,6 +145,8 @@ class KVCache:
         self.num_kv_heads = num_kv_heads
         self.dtype = dtype
         self.device = device
+        self.budget: MemoryBudget | None = None
+        """What the cache may hold, others included; None: whatever the device has."""
         self._groups: dict[int, _Group] = {}
 
     @property
@@ -136,38 +165,70 @@ class KVCache:
         """Memory held, scratch and spare slots included."""
         return sum(g.entries.numel() * self.dtype.itemsize for g in self._groups.values())
 
+    def has_room(self, num_entries: int) -> bool:
+        """Whether so many more entries may be held."""
+        return self.budget is None or self.budget.allows(num_entries * self.bytes_per_token)
+
     def new_entries(self, num_entries: int) -> Tensor:
-        """Zeroed entries `[L, num_entries, 2, G, D]`: scratch must be finite, if never right."""
+        """Zeroed entries `[L, num_entries, 2, G, D]`.
+
+        Raises:
+            CacheFull: the budget or the device has no room for them.
+        """
         shape = (self._num_layers, num_entries, *self._entry_shape)
-        return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        if num_entries and not self.has_room(num_entries):
+            raise CacheFull(self._shortage(num_entries))
+        try:
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        except torch.OutOfMemoryError:
+            raise CacheFull(self._shortage(num_entries)) from None
 
     def open(self, num_tokens: int) -> Slot:
-        """An empty slot with room for `num_tokens`; it stays valid until it is closed."""
+        """An empty slot with room for `num_tokens`; it stays valid until it is closed.
+
+        Raises:
+            CacheFull: there is no room for it.
+        """
         group = self._group_for(num_tokens)
-        slot = Slot(group, 0)
-        group.add(slot)
-        group.clear(slot)
+        slot = Slot(group, len(group.slots))
+        self._place(slot, group)
+        self._count_idleness()
         return slot
 
     def close(self, slot: Slot) -> None:
         """Give a slot back. Other slots may move within their group."""
-        group = slot._group
-        group.remove(slot)
-        if not group.slots:
-            del self._groups[group.capacity]
+        slot._group.remove(slot)
 
     def reserve(self, slot: Slot, num_tokens: int) -> None:
-        """Make room for `num_tokens` beyond the slot's length; slots may move between groups."""
+        """Make room for `num_tokens` beyond the slot's length; slots may move between groups.
+
+        Raises:
+            CacheFull: there is no room; the slot is as it was.
+        """
         needed = slot.length + num_tokens
         if needed <= slot.capacity:
             return
-        old, old_place = slot._group, Slot(slot._group, slot.index)
-        old_place.length = slot.length
+        old_place = Slot(slot._group, slot.index)
         group = self._group_for(needed)
-        group.add(slot)
-        group.copy(old_place, slot.first_entry)
-        old.slots[old_place.index] = old_place
+        self._place(slot, group)
+        group.copy(old_place, slot.length, slot.first_entry)
+        old_place._group.slots[old_place.index] = old_place
         self.close(old_place)
+
+    def share(self, source: Slot, slot: Slot, num_tokens: int) -> None:
+        """Make the first tokens of one slot the whole context of another, which has room."""
+        assert num_tokens <= min(source.length, slot.capacity)
+        slot._group.copy(source, num_tokens, slot.first_entry)
+        slot.length = num_tokens
+
+    def trim(self) -> None:
+        """Give back what no slot uses, as far as there is room to copy what one does."""
+        for capacity, group in list(self._groups.items()):
+            used = len(group.slots)
+            if not used:
+                del self._groups[capacity]
+            elif used < group.num_allocated and self._may_copy(used * capacity):
+                group.resize(used)
 
     def layer_view(self, layer: int, slots: Sequence[Slot], num_keys: int) -> tuple[Tensor, Tensor]:
         """Keys and values `[len(slots), G, num_keys, D]` of consecutive slots of one group."""
@@ -197,24 +258,58 @@ class KVCache:
         for capacity, (sources, targets) in by_group.items():
             if sources:
                 entries = groups[capacity].entries
-                moved = entries[:, torch.tensor(sources, device=self.device)]
-                entries.index_copy_(1, torch.tensor(targets, device=self.device), moved)
+                moved = entries[:, to_device(np.array(sources), self.device)]
+                entries.index_copy_(1, to_device(np.array(targets), self.device), moved)
 
     def check(self) -> None:
         """Assert that every group's open slots are its first ones and within their capacity."""
         for capacity, group in self._groups.items():
             assert group.capacity == capacity
-            assert group.slots, "an empty group is dropped"
-            assert group.num_allocated >= len(group.slots)
+            assert group.num_allocated >= max(1, len(group.slots))
+            assert len(set(map(id, group.slots))) == len(group.slots)
             for index, slot in enumerate(group.slots):
                 assert slot._group is group
                 assert slot.index == index
-                assert slot.length <= capacity
+                assert 0 <= slot.length <= capacity
 
     def _group_for(self, num_tokens: int) -> _Group:
-        largest = CAPACITIES[-1]
-        beyond = -(-num_tokens // largest) * largest
-        capacity = next((c for c in CAPACITIES if c >= num_tokens), beyond)
-        if capacity not in self._groups:
-            self._groups[capacity] = _Group(self, capacity)
-        return self._groups[capacity]
+        capacity = capacity_for(num_tokens)
+        return self._groups.get(capacity) or _Group(self, capacity)
+
+    def _place(self, slot: Slot, group: _Group) -> None:
+        """Put a slot into a group, and keep the group if it is new and had room."""
+        group.add(slot)
+        self._groups[group.capacity] = group
+
+    def _count_idleness(self) -> None:
+        for capacity, group in list(self._groups.items()):
+            group.num_idle = group.num_idle + 1 if group.is_mostly_empty else 0
+            if group.num_idle <= PATIENCE:
+                continue
+            group.num_idle = 0
+            if not group.slots:
+                del self._groups[capacity]
+            elif self._may_copy(group.num_allocated // 2 * capacity):
+                group.resize(group.num_allocated // 2)
+
+    def _may_copy(self, num_entries: int) -> bool:
+        budget = self.budget
+        return budget is None or (
+            budget.held_bytes + num_entries * self.bytes_per_token <= budget.limit_bytes
+        )
+
+    def _shortage(self, num_entries: int) -> str:
+        needed = num_entries * self.bytes_per_token
+        if self.budget is None:
+            return f"the cache needs {needed} bytes more than it holds, and the device is full"
+        return (
+            f"the cache needs {needed} bytes beside the {self.budget.held_bytes} held; "
+            f"the limit is {self.budget.limit_bytes}"
+        )
+
+
+def capacity_for(num_tokens: int) -> int:
+    """Tokens of the smallest slot that holds so many."""
+    largest = CAPACITIES[-1]
+    beyond = -(-num_tokens // largest) * largest
+    return next((c for c in CAPACITIES if c >= num_tokens), beyond)

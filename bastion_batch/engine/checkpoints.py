@@ -197,6 +197,11 @@ def _refuse_revision(name: str, revision: str | None) -> None:
         raise ModelError(f"revision {revision!r} was given, but {name!r} is not a hub id")
 
 
+def target_vocab_size(target: ModelFiles) -> int:
+    """How many token ids a resolved target has."""
+    return int(_read_config("target", target.path)["vocab_size"])
+
+
 def _read_config(what: str, path: Path) -> dict[str, Any]:
     file = path / "config.json"
     try:

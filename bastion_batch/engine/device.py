@@ -13,6 +13,10 @@ from bastion_batch.errors import ModelError
 
 WARM_UPS = 2
 REPEATS = 3
+ENOUGH_WARM_UP_SECONDS = 0.05
+"""No second warm-up after so long."""
+ENOUGH_SECONDS = 1.0
+"""No further repeat after so long."""
 
 
 def pick_device(device: str) -> torch.device:
@@ -37,11 +41,6 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_units else torch.float32
 
 
-def default_max_batch(device: torch.device) -> int:
-    """Live rows of one engine when nothing else is said."""
-    return 64 if device.type == "cuda" else 16
-
-
 def device_name(device: torch.device) -> str:
     """What people call the device."""
     if device.type == "cuda":
@@ -49,45 +48,76 @@ def device_name(device: torch.device) -> str:
     return _cpu_name()
 
 
+def driver_version(device: torch.device) -> str:
+    """CUDA and driver versions; empty on a CPU."""
+    if device.type != "cuda":
+        return ""
+    driver = Path("/proc/driver/nvidia/version")
+    first_line = driver.read_text(encoding="utf-8").splitlines()[0] if driver.exists() else ""
+    return f"CUDA {torch.version.cuda}; {first_line}"
+
+
+def cpu_capabilities() -> str:
+    """The vector and matrix units that torch uses or could use, in order."""
+    wide = [flag for flag in _cpu_info("flags").split() if flag.startswith(("avx", "amx"))]
+    return " ".join([torch.backends.cpu.get_cpu_capability(), *sorted(wide)])
+
+
 def device_speed(device: torch.device, dtype: torch.dtype) -> DeviceSpeed:
     """Peak FLOP/s and bandwidth: from the table of known devices, or measured."""
-    name = device_name(device)
     if device.type == "cuda" and dtype.itemsize == 2:
-        for known, speed in KNOWN_DEVICES.items():
-            if known in name:
-                return speed
+        known = KNOWN_DEVICES.get(device_name(device))
+        if known is not None:
+            return known
     return _measured_speed(device, dtype)
 
 
 def _measured_speed(device: torch.device, dtype: torch.dtype) -> DeviceSpeed:
     """A matrix product and a copy, timed."""
-    size = 1024
+    on_cuda = device.type == "cuda"
+    size, num_bytes = (4096, 256 << 20) if on_cuda else (1024, 64 << 20)
     a = torch.randn(size, size, device=device).to(dtype)
-    large = torch.empty(64 << 20, dtype=torch.uint8, device=device)
+    large = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     copy = torch.empty_like(large)
     product_seconds = median_seconds(lambda: a @ a, device)
     copy_seconds = median_seconds(lambda: copy.copy_(large), device)
-    return DeviceSpeed(2 * size**3 / product_seconds, 2 * large.numel() / copy_seconds)
+    source = f"measured: a product of {size} x {size} in {a.dtype}, a copy of {num_bytes >> 20} MiB"
+    return DeviceSpeed(2 * size**3 / product_seconds, 2 * num_bytes / copy_seconds, source)
 
 
 def median_seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median time of some calls after a warm-up, the device's own work included."""
+    """Median time of some calls after a warm-up, the device's own work included.
+
+    On a slow or busy device there are fewer of both, but always one of each.
+    """
+    start = time.perf_counter()
     for _ in range(WARM_UPS):
-        work()
-    seconds = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
+        _timed(work, device)
+        if time.perf_counter() - start > ENOUGH_WARM_UP_SECONDS:
+            break
+    seconds: list[float] = []
+    while len(seconds) < REPEATS and sum(seconds) < ENOUGH_SECONDS:
+        seconds.append(_timed(work, device))
     return float(np.median(seconds))
 
 
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
 def _cpu_name() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_info(field: str) -> str:
+    """A field of Linux's description of the first processor; empty where there is none."""
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
+            if line.startswith(field):
                 return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    return ""

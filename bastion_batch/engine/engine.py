@@ -1,27 +1,50 @@
-"""The decode engine: continuous batching of rows, one BASTION step at a time."""
+"""The decode engine: continuous batching of rows, one BASTION step at a time.
 
-from collections import deque
+    engine = Engine.from_pretrained("smollm2-135m-instruct")
+    for completion in engine.generate(requests):
+        print(completion.text)
+
+A step drafts, builds trees, verifies and commits, once for all live rows. Which rows those are is
+`admission`'s business, what to verify `proposer`'s, the pass itself `step`'s, and what came of it
+is entered in `books`.
+"""
+
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bastion_batch.core.tree import ROOT_ONLY
+from bastion_batch.engine.admission import Batch
+from bastion_batch.engine.books import Books
 from bastion_batch.engine.cache import Move
-from bastion_batch.engine.device import default_max_batch, device_name, pick_device, pick_dtype
+from bastion_batch.engine.costs import StepCosts
+from bastion_batch.engine.device import device_name, pick_device, pick_dtype
 from bastion_batch.engine.drafters import Drafter
 from bastion_batch.engine.drafters.dflash import DFlashDrafter
-from bastion_batch.engine.latency import StepCosts, calibrate
-from bastion_batch.engine.proposer import Forest, Proposer
+from bastion_batch.engine.latency import calibrate
+from bastion_batch.engine.memory import MemoryBudget, available_bytes
+from bastion_batch.engine.profiles import (
+    Profile,
+    ProfileKey,
+    acceptance_of,
+    costs_of,
+    load_profile,
+    profile_key,
+    save_profile,
+)
+from bastion_batch.engine.proposer import Proposer
 from bastion_batch.engine.row import Row
-from bastion_batch.engine.step import PassResult, Verified, Work, verify
+from bastion_batch.engine.sizing import choose_bounds, prompt_room
+from bastion_batch.engine.step import PassLayout, PassResult, Verified, Work, verify
 from bastion_batch.engine.target import Target
 from bastion_batch.engine.totals import BaselineBursts, EngineTotals, StageClock
-from bastion_batch.records import Completion, Method, Request, RowFault, StepRecord, StepTiming
+from bastion_batch.engine.transfer import to_device
+from bastion_batch.records import Completion, Exported, Method, Request, RowFault
 
-MAX_PREFILL_TOKENS = 512
-"""Prompt tokens that enter one pass, over all rows."""
+MEMORY_SHARE = 0.8
+"""Of the memory that is left once the models are loaded, for caches and passes."""
 
 
 class EngineInfo(NamedTuple):
@@ -38,26 +61,12 @@ class EngineInfo(NamedTuple):
     calibration: dict[str, Any]
 
 
-class _Prediction(NamedTuple):
-    """What a step has to do and is expected to take."""
-
-    contexts: dict[int, int]
-    """Tokens in the cache before the step, by row key."""
-    num_tokens: int
-    prefill_tokens: int
-    verify_seconds: float
-    step_seconds: float
-
-    @property
-    def prefill_share(self) -> float:
-        """The part of the pass that is prompt."""
-        return self.prefill_tokens / self.num_tokens
-
-
 class Engine:
     """Decodes requests with one target on one device. Not thread-safe.
 
-    Feed it with `add` and drive it with `step`, or hand it everything with `generate`.
+    Hand it all requests with `generate`, or feed it with `add` and drive it with `step`. The text
+    of a request depends on the target, its prompt, its sampling and its noise key, and on nothing
+    else: not on method, batch, memory, or the engine it began in.
 
     Args:
         target: the model whose distribution is sampled.
@@ -66,13 +75,18 @@ class Engine:
         method: how candidates are kept; it changes the speed and never the text.
         nodes_per_row: of `ddtree`.
         max_nodes: most drafted nodes of one pass.
-        max_batch: most live rows.
+        max_batch: most live rows; ``auto``: as many as make decoding clearly faster by the
+            latency model, and fit into memory. Beyond what fits, rows wait.
+        memory_bytes: what caches and passes may take beside the models; None: a share of what is
+            left now on the device, within the limits of the process's control groups.
         costs: latency models; measured now if None.
         baseline_bursts: decode plainly for 2 % of the steps, to measure the speedup.
+        layout: how a pass suits the device, its own if None; it changes the speed and never the
+            text.
         names: how target and drafter are called in `info`.
 
     Raises:
-        ValueError: `max_batch` is below 1.
+        ValueError: `max_batch` is below 1, or the memory does not hold one pass.
     """
 
     def __init__(
@@ -84,30 +98,46 @@ class Engine:
         method: Method = "bastion",
         nodes_per_row: int = 16,
         max_nodes: int = 512,
-        max_batch: int = 16,
+        max_batch: int | Literal["auto"] = "auto",
+        memory_bytes: int | None = None,
         costs: StepCosts | None = None,
         baseline_bursts: bool = False,
+        layout: PassLayout | None = None,
         names: tuple[str, str | None] = ("", None),
     ) -> None:
-        if max_batch < 1:
+        if max_batch != "auto" and max_batch < 1:
             raise ValueError(f"max_batch {max_batch} is below 1")
         self.target = target
-        self.drafter = None if method == "ar" else drafter
+        self.drafter = drafter = None if method == "ar" else drafter
         self.tokenizer = tokenizer
-        self.max_batch = max_batch
-        self.totals = EngineTotals()
         self._names = names
-        self._cache = target.new_cache()
-        self._bursts = BaselineBursts(enabled=baseline_bursts and self.drafter is not None)
-        self._waiting: deque[Row] = deque()
-        self._live: list[Row] = []
+        self._layout = layout or PassLayout.of(target.device)
+        self._profile_key: ProfileKey | None = None
         self._num_added = 0
         self._late_seconds = 0.0
         with torch.inference_mode():
-            self._costs = costs or calibrate(target, self.drafter)
+            self._costs = costs or calibrate(target, drafter)
+        self._cache = target.new_cache()
+        caches = (self._cache, *(drafter.caches if drafter else ()))
+        if memory_bytes is None:
+            memory_bytes = int(MEMORY_SHARE * available_bytes(target.device))
+        bounds = choose_bounds(
+            memory_bytes,
+            None if max_batch == "auto" else max_batch,
+            self._costs,
+            nodes_in_all=max_nodes if drafter else 0,
+            nodes_per_row=max(nodes_per_row, drafter.depth) if drafter else 0,
+            bytes_per_token=sum(cache.bytes_per_token for cache in caches),
+            bytes_per_row=drafter.pending_bytes_per_row if drafter else 0,
+        )
+        MemoryBudget(bounds.cache_bytes, caches)
+        self.max_batch = bounds.max_rows
+        self._batch = Batch(self._cache, drafter, self.max_batch)
+        self._bursts = BaselineBursts(enabled=baseline_bursts and drafter is not None)
+        self._books = Books(self._costs, self._bursts)
         self._proposer = Proposer(
-            self.drafter,
-            method if self.drafter is not None else "ar",
+            drafter,
+            method if drafter is not None else "ar",
             self._costs,
             end_ids=target.ids.end,
             max_context=self.max_context,
@@ -127,9 +157,11 @@ class Engine:
         method: Method = "bastion",
         nodes_per_row: int = 16,
         max_nodes: int = 512,
-        max_batch: int | str = "auto",
+        max_batch: int | Literal["auto"] = "auto",
+        memory_bytes: int | None = None,
         threads: int | str = "auto",
         baseline_bursts: bool = False,
+        profile: bool = True,
     ) -> "Engine":
         """Load a target and its drafter and measure the device.
 
@@ -142,12 +174,15 @@ class Engine:
             method: see `Engine`.
             nodes_per_row: see `Engine`.
             max_nodes: see `Engine`.
-            max_batch: ``auto``: 16 on a CPU, 64 on CUDA.
+            max_batch: see `Engine`.
+            memory_bytes: see `Engine`.
             threads: CPU threads of this process; ``auto`` leaves them as they are.
             baseline_bursts: see `Engine`.
+            profile: begin with what an earlier engine like this one learnt, if it is on file.
 
         Raises:
             ModelError: a checkpoint cannot be found, loaded, or verified as a tree.
+            ValueError: see `Engine`.
         """
         from bastion_batch.engine.checkpoints import load_tokenizer, resolve_drafter, resolve_target
 
@@ -158,17 +193,37 @@ class Engine:
         files = resolve_target(target, revision)
         draft_files = None if method == "ar" else resolve_drafter(drafter, target)
         model = Target.load(files.path, pick_dtype(dtype, where), where)
-        return cls(
+        draft = DFlashDrafter.load(draft_files.path, model) if draft_files else None
+        digests = (files.digest, draft_files.digest if draft_files else None)
+        key = profile_key(model, *digests) if profile else None
+        known = load_profile(key) if key else None
+        engine = cls(
             model,
-            DFlashDrafter.load(draft_files.path, model) if draft_files else None,
+            draft,
             tokenizer=load_tokenizer(files.path),
             method=method,
             nodes_per_row=nodes_per_row,
             max_nodes=max_nodes,
-            max_batch=default_max_batch(where) if max_batch == "auto" else int(max_batch),
+            max_batch=max_batch,
+            memory_bytes=memory_bytes,
+            costs=costs_of(known, model, draft) if known else None,
             baseline_bursts=baseline_bursts,
             names=(files.name, draft_files.name if draft_files else None),
         )
+        engine._profile_key = key
+        if known and draft and (learnt := acceptance_of(known, draft.depth)):
+            engine._proposer.acceptance = learnt
+        return engine
+
+    def save_profile(self) -> None:
+        """Keep what was learnt, for the next engine like this one.
+
+        Does nothing where `from_pretrained` did not make the engine, or made it without a profile.
+        """
+        if self._profile_key is not None:
+            learnt = self._proposer.acceptance.to_dict() if self.drafter else None
+            costs = self._costs.to_dict()
+            save_profile(Profile(key=self._profile_key, costs=costs, acceptance=learnt))
 
     # What it holds
 
@@ -178,19 +233,29 @@ class Engine:
         return self._proposer.method
 
     @property
+    def totals(self) -> EngineTotals:
+        """Running sums over all steps."""
+        return self._books.totals
+
+    @property
     def num_waiting(self) -> int:
-        """Requests not yet started."""
-        return len(self._waiting)
+        """Requests that wait for a place: not yet started, or interrupted for want of memory."""
+        return self._batch.num_waiting
 
     @property
     def num_running(self) -> int:
         """Live rows."""
-        return len(self._live)
+        return len(self._batch.live)
+
+    @property
+    def num_requeued(self) -> int:
+        """Times that a live row went back to the queue for want of memory."""
+        return self._batch.num_requeued
 
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._waiting or self._live)
+        return self._batch.has_work
 
     @property
     def max_context(self) -> int:
@@ -237,81 +302,91 @@ class Engine:
             raise ValueError(f"method {method} needs a drafter, and this engine has none")
         self._proposer.use(method, nodes_per_row)
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request | Exported) -> None:
+        """Queue a request, or a row that another engine has exported.
+
+        A request that has ended already, by a stop, an end token or a limit among its
+        `generated_ids`, is answered by the next step without being decoded.
 
         Raises:
-            ValueError: its tokens do not fit the target, it is complete already, or it has stop
-                strings and there is no tokenizer.
+            ValueError: its tokens or its sampling do not fit the target, or it has stop strings
+                and there is no tokenizer.
         """
-        token_ids = (*request.prompt_ids, *request.generated_ids)
-        fault = self.check(len(token_ids))
-        if fault is not None:
-            raise ValueError(f"request {request.row_id}: {fault.message}")
-        vocab_size = self.target.ids.vocab_size
-        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            raise ValueError(
-                f"request {request.row_id}: token ids from {min(token_ids)} to {max(token_ids)}; "
-                f"the target's vocabulary has {vocab_size}"
-            )
-        if request.sampling.stop and self.tokenizer is None:
-            raise ValueError(f"request {request.row_id}: stop strings need a tokenizer")
-        if len(request.generated_ids) >= request.sampling.max_new_tokens:
-            raise ValueError(
-                f"request {request.row_id}: {len(request.generated_ids)} tokens are generated; "
-                f"max_new_tokens is {request.sampling.max_new_tokens}"
-            )
-        row = Row(request, self._num_added, self.target.ids.end, self.tokenizer)
-        self._num_added += 1
-        self._waiting.append(row)
+        self._enqueue(request)
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Completion]:
-        """Decode all requests; completions come as they finish."""
-        for request in requests:
-            self.add(request)
-        while self.has_work:
-            yield from self.step()
+    @torch.inference_mode()
+    def export(self, row_id: str, sample_index: int = 0) -> Exported:
+        """Take a row out, waiting or live, so that another engine may end it with the same text.
+
+        Raises:
+            ValueError: there is no such row.
+        """
+        row = self._batch.take(row_id, sample_index)
+        if row is None:
+            raise ValueError(f"row {row_id}, sample {sample_index}: neither waiting nor live")
+        return row.exported()
+
+    def generate(self, requests: Iterable[Request | Exported]) -> Iterator[Completion]:
+        """Decode all requests; completions come in the order in which they finish.
+
+        Requests are taken from the iterable as places become free, at most `max_batch` ahead, so
+        there may be any number of them. Whoever leaves early drops those that are not finished.
+
+        Raises:
+            ValueError: a request cannot be decoded: see `add`. It ends the generator.
+        """
+        coming = iter(requests)
+        unfinished: list[Row] = []
+        try:
+            while True:
+                unfinished.extend(self._take_from(coming))
+                if not self.has_work:
+                    return
+                yield from self.step()
+                unfinished = [row for row in unfinished if row.finish_reason is None]
+        finally:
+            with torch.inference_mode():
+                self._batch.drop({row.key for row in unfinished})
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
         """Draft, build, verify and commit once for all live rows; returns what has ended."""
         clock = StageClock(self._late_seconds)
-        self._admit()
-        if not self._live:
-            return []
-        chunks = self._prompt_chunks()
-        rows = [row for row in self._live if not row.is_prefilling]
+        batch = self._batch
+        batch.admit()
+        rows = batch.decoding()
+        chunks = self._prompt_chunks(rows)
         with clock.stage("draft"):
             is_burst = self._bursts.begin_step(len(rows), has_prompts=bool(chunks))
-            marginals = None if is_burst else self._proposer.draft(rows)
+            proposal = None if is_burst else self._proposer.draft(rows)
         with clock.stage("build"):
-            forest = self._proposer.grow(rows, marginals)
-            works = self._reserve([*forest.works(), *chunks])
-            predicted = self._predict(works, drafted=forest.drafted)
+            forest = self._proposer.grow(rows, proposal, chunks)
+            works = batch.make_room([*forest.works(), *chunks])
+        if not works:
+            return self._retire()
+        with clock.stage("build"):
+            method = self.method if forest.drafted else "ar"
+            plan = self._books.plan(
+                works, method, forest.predicted_drafting_seconds, is_burst=is_burst
+            )
         with clock.stage("verify"):
-            result = verify(self.target, self._cache, works, self._taps)
+            result = verify(self.target, self._cache, works, self._taps, self._layout)
         with clock.stage("commit"):
-            kept = [self._commit(verified) for verified in result.verified]
+            kept = self._commit(result.verified)
             self._proposer.learn(result.verified)
-        pass_seconds = clock.seconds("draft")
         with clock.stage("draft"):
             self._observe_taps(result)
-        seconds = clock.finish(predicted.prefill_share)
-        self._learn_costs(seconds, pass_seconds, forest, predicted)
-        timing = self._timing(seconds, forest, predicted)
-        self._add_totals(timing, result, kept, is_burst=is_burst)
-        self._record(result, kept, predicted, timing)
+            batch.share_prompts()
+        seconds = clock.finish(plan.prefill_share)
+        self._books.learn(plan, seconds, forest.drafting_seconds)
+        self._books.enter(plan, seconds, result.verified, kept, len(batch.live))
         ended = self._retire()
         self._late_seconds = clock.late_seconds
         return ended
 
     def check_integrity(self) -> None:
-        """Assert that rows and cache agree; for tests and idle moments."""
-        self._cache.check()
-        assert self._cache.num_open == len(self._live)
-        for row in self._live:
-            assert row.slot is not None
-            assert row.context_length <= len(row.token_ids)
+        """Assert that rows and caches agree; for tests and idle moments."""
+        self._batch.check()
 
     # The stages
 
@@ -319,172 +394,92 @@ class Engine:
     def _taps(self) -> tuple[int, ...]:
         return self.drafter.taps if self.drafter else ()
 
-    def _admit(self) -> None:
-        while self._waiting and len(self._live) < self.max_batch:
-            row = self._waiting.popleft()
-            row.slot = self._cache.open(len(row.token_ids) + 1)
-            self._live.append(row)
+    def _require_decodable(self, request: Request) -> None:
+        fault = self.check(len(request.prompt_ids))
+        if fault is not None:
+            raise ValueError(f"request {request.row_id}: {fault.message}")
+        token_ids = (*request.prompt_ids, *request.generated_ids)
+        vocab_size = self.target.ids.vocab_size
+        if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise ValueError(
+                f"request {request.row_id}: token ids from {min(token_ids)} to {max(token_ids)}; "
+                f"the target's vocabulary has {vocab_size}"
+            )
+        unusable = request.sampling.fault(vocab_size, self.target.ids.end)
+        if unusable is not None:
+            raise ValueError(f"request {request.row_id}: {unusable}")
+        if request.sampling.stop and self.tokenizer is None:
+            raise ValueError(f"request {request.row_id}: stop strings need a tokenizer")
 
-    def _prompt_chunks(self) -> list[Work]:
-        """Prompt tokens for the coming pass, first come first served."""
-        room = MAX_PREFILL_TOKENS
-        chunks = []
-        for row in self._live:
-            if not row.is_prefilling or room <= 0:
-                continue
-            start = row.context_length
-            stop = min(row.prefill_end, start + room)
-            chunks.append(Work(row, row.token_ids[start:stop], None))
-            room -= stop - start
-        return chunks
+    def _enqueue(self, request: Request | Exported) -> Row:
+        coming = request if isinstance(request, Exported) else Exported(request)
+        self._require_decodable(coming.request)
+        row = Row(coming.request, self._num_added, self.target.ids.end, self.tokenizer)
+        self._num_added += 1
+        row.records.extend(coming.records)
+        row.num_steps = coming.num_steps
+        row.commit(coming.request.generated_ids, self.max_context)
+        self._batch.queue(row)
+        return row
 
-    def _reserve(self, works: list[Work]) -> list[Work]:
-        for work in works:
-            assert work.row.slot is not None
-            self._cache.reserve(work.row.slot, len(work.token_ids))
-        return works
+    def _take_from(self, coming: Iterator[Request | Exported]) -> Iterator[Row]:
+        """Queue what comes while there is room in the queue."""
+        while self.num_waiting < self.max_batch:
+            request = next(coming, None)
+            if request is None:
+                return
+            yield self._enqueue(request)
 
-    def _commit(self, verified: Verified) -> int:
-        """Keep the accepted tokens and their cache entries; returns how many were kept."""
-        row = verified.work.row
-        assert row.slot is not None
-        self._cache.commit([Move(row.slot, verified.cached)])
-        if verified.work.tree is not None:
-            row.num_steps += 1
-        return row.commit(verified.token_ids, self.max_context)
+    def _prompt_chunks(self, decoding: list[Row]) -> list[Work]:
+        """Prompt tokens for the coming pass."""
+        live = self._batch.live
+        num_prefilling = len(live) - len(decoding)
+        if not num_prefilling:
+            return []
+        context = sum(row.context_length for row in live)
+        room = prompt_room(self._costs, len(decoding), num_prefilling, context)
+        return self._batch.prompt_chunks(room)
+
+    def _commit(self, verified: list[Verified]) -> list[int]:
+        """Keep the accepted tokens and their cache entries; returns how many each row kept."""
+        moves = []
+        for one in verified:
+            row = one.work.row
+            assert row.slot is not None
+            moves.append(Move(row.slot, one.cached))
+            row.num_steps += one.work.tree is not None
+        self._cache.commit(moves)
+        return [one.work.row.commit(one.token_ids, self.max_context) for one in verified]
 
     def _observe_taps(self, result: PassResult) -> None:
-        """Give the drafter the taps of every token that became context."""
+        """Give the drafter the taps of every token that became context, of rows that go on.
+
+        And of every prompt, for the samples that wait for it even if this one has ended.
+        """
         if self.drafter is None or result.taps_SF is None:
             return
-        going_on = [v for v in result.verified if v.work.row.finish_reason is None]
-        if not going_on:
+        wanted = [
+            v for v in result.verified if v.work.row.finish_reason is None or v.work.tree is None
+        ]
+        if not wanted:
             return
-        tokens = [v.first_token + offset for v in going_on for offset in v.cached]
+        tokens = [v.first_token + offset for v in wanted for offset in v.cached]
         self.drafter.observe(
-            [v.work.row.key for v in going_on],
-            [len(v.cached) for v in going_on],
+            [v.work.row.key for v in wanted],
+            [len(v.cached) for v in wanted],
             _rows_of(result.taps_SF, tokens),
         )
 
-    # The books
-
-    def _predict(self, works: list[Work], *, drafted: bool) -> _Prediction:
-        contexts = {work.row.key: work.row.context_length for work in works}
-        chunks = [work for work in works if work.tree is None]
-        num_tokens = sum(len(work.token_ids) for work in works)
-        num_drafted = len(works) - len(chunks) if drafted else 0
-        context = sum(contexts.values())
-        drafted_context = context - sum(contexts[chunk.row.key] for chunk in chunks)
-        verify_seconds = self._costs.verify.seconds(num_tokens, len(works), context)
-        return _Prediction(
-            contexts=contexts,
-            num_tokens=num_tokens,
-            prefill_tokens=sum(len(chunk.token_ids) for chunk in chunks),
-            verify_seconds=verify_seconds,
-            step_seconds=verify_seconds
-            + self._costs.draft_seconds(num_drafted, drafted_context)
-            + self._costs.other_seconds,
-        )
-
-    def _learn_costs(
-        self,
-        seconds: dict[str, float],
-        draft_pass_seconds: float,
-        forest: Forest,
-        predicted: _Prediction,
-    ) -> None:
-        """Correct the latency models by a step that carried no prompts."""
-        if predicted.prefill_tokens:
-            return
-        num_rows, context = len(forest.rows), sum(predicted.contexts.values())
-        self._costs.verify.observe(predicted.num_tokens, num_rows, context, seconds["verify"])
-        if forest.drafted:
-            self._costs.observe_draft(num_rows, context, draft_pass_seconds)
-        passes = seconds["verify"] + draft_pass_seconds
-        self._costs.observe_other(seconds["step"] - passes)
-
-    def _timing(
-        self, seconds: dict[str, float], forest: Forest, predicted: _Prediction
-    ) -> StepTiming:
-        return StepTiming(
-            step=self.totals.num_steps,
-            method=self.method if forest.drafted else "ar",
-            batch_size=len(self._live),
-            budget_nodes=forest.num_nodes,
-            prefill_tokens=predicted.prefill_tokens,
-            predicted_verify_seconds=predicted.verify_seconds,
-            predicted_step_seconds=predicted.step_seconds,
-            **{f"{stage}_seconds": value for stage, value in seconds.items()},
-        )
-
-    def _add_totals(
-        self,
-        timing: StepTiming,
-        result: PassResult,
-        kept: list[int],
-        *,
-        is_burst: bool,
-    ) -> None:
-        pairs = list(zip(result.verified, kept, strict=True))
-        num_rows = sum(verified.work.tree is not None for verified, _ in pairs)
-        num_decoded = sum(count for verified, count in pairs if verified.work.tree is not None)
-        step = EngineTotals(
-            num_steps=1,
-            num_row_steps=num_rows,
-            num_committed=sum(kept),
-            num_decoded=num_decoded,
-            num_accepted=sum(len(verified.path) for verified in result.verified),
-            num_nodes=timing.budget_nodes,
-            num_prefill_tokens=timing.prefill_tokens,
-            step_seconds=timing.step_seconds,
-        )
-        self.totals = self.totals.plus(step)
-        if not timing.prefill_tokens:
-            baseline = self._bursts.end_step(
-                num_rows, num_decoded, timing.step_seconds, is_burst=is_burst
-            )
-            self.totals = self.totals.plus(baseline)
-
-    def _record(
-        self,
-        result: PassResult,
-        kept: list[int],
-        predicted: _Prediction,
-        timing: StepTiming,
-    ) -> None:
-        for verified, num_committed in zip(result.verified, kept, strict=True):
-            row, tree = verified.work.row, verified.work.tree or ROOT_ONLY
-            commits = bool(verified.token_ids)
-            row.records.append(
-                StepRecord(
-                    timing=timing,
-                    method=timing.method if verified.work.tree else "prefill",
-                    context_length=predicted.contexts[row.key],
-                    num_nodes=tree.num_nodes,
-                    tree_depth=max(tree.depths),
-                    top1_depth=tree.top1_depth,
-                    num_accepted=len(verified.path),
-                    num_committed=num_committed,
-                    expected_tokens=tree.expected_tokens if commits else 0.0,
-                    expected_tokens_raw=tree.expected_tokens_raw if commits else 0.0,
-                )
-            )
-
     def _retire(self) -> list[Completion]:
-        ended = [row for row in self._live if row.finish_reason is not None]
-        for row in ended:
-            assert row.slot is not None
-            self._cache.close(row.slot)
-            row.slot = None
-            if self.drafter is not None:
-                self.drafter.forget(row.key)
-        if ended:
-            self._live = [row for row in self._live if row.finish_reason is None]
-        return [row.completion() for row in ended]
+        """Completions of the rows that have ended; an engine without work is left tidy."""
+        completions = [row.completion() for row in self._batch.retire()]
+        if not self.has_work:
+            self._batch.trim()
+            self.check_integrity()
+        return completions
 
 
 def _rows_of(features_SF: Tensor, tokens: Sequence[int]) -> Tensor:
     if len(tokens) == len(features_SF):
         return features_SF
-    return features_SF[torch.tensor(tokens, device=features_SF.device)]
+    return features_SF[to_device(np.array(tokens), features_SF.device)]

@@ -1,13 +1,15 @@
 """What to verify next: marginals from the drafter, and the method's stopping rule on them."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bastion_batch.core.acceptance import AcceptanceModel, Outcome, sampling_group
-from bastion_batch.core.budget import DraftGate, best_budget
+from bastion_batch.core.acceptance import AcceptanceModel, outcomes_of, sampling_group
+from bastion_batch.core.budget import BatchGates, Budget, RowGates, best_budget
+from bastion_batch.core.roofline import PassLoad
 from bastion_batch.core.tree import (
     ROOT_ONLY,
     Candidates,
@@ -18,8 +20,10 @@ from bastion_batch.core.tree import (
     take_first,
     take_per_row,
 )
+from bastion_batch.engine.costs import StepCosts
 from bastion_batch.engine.drafters import Drafter, DraftRow, Marginals
-from bastion_batch.engine.latency import StepCosts
+from bastion_batch.engine.limits import Allowed, allowed
+from bastion_batch.engine.overheads import DraftOverheads
 from bastion_batch.engine.row import Row
 from bastion_batch.engine.step import Verified, Work
 from bastion_batch.records import Method
@@ -31,6 +35,21 @@ MIN_CANDIDATES = 64
 """Candidates looked at in any step of `bastion`."""
 
 
+class Proposal(NamedTuple):
+    """What the drafter proposes for some rows, and what that took."""
+
+    places: list[int]
+    """Of the rows that were drafted, among all that decode."""
+    allowed: Allowed
+    """Of those rows."""
+    is_caught_up: bool
+    """Whether the drafter had kept up with the rows: only the last step's tokens were new to it."""
+    catch_up_seconds: float
+    pass_seconds: float
+    predicted_seconds: float
+    """Of the pass."""
+
+
 class Forest(NamedTuple):
     """The trees of a step."""
 
@@ -40,6 +59,9 @@ class Forest(NamedTuple):
     """Root and nodes of each."""
     drafted: bool
     """Whether the drafter was run, however few nodes came of it."""
+    drafting_seconds: float = 0.0
+    """What a plain step would not have taken so far: catching up, the draft pass, the trees."""
+    predicted_drafting_seconds: float = 0.0
 
     @property
     def num_nodes(self) -> int:
@@ -52,17 +74,19 @@ class Forest(NamedTuple):
 
 
 class Proposer:
-    """Runs the drafter when it pays, and keeps the candidates that the method wants.
+    """Runs the drafter when it pays, for the rows for which it does, and grows the method's trees.
 
     Args:
         drafter: None to decode plainly.
         method: `ar` none, `dflash` the top-1 chain, `ddtree` the best of every row, `bastion` the
             best of the batch, as many as make the step fastest per token.
-        costs: what passes take; learns from the engine meanwhile.
+        costs: what passes take; learns from the draft passes.
         end_ids: tokens after which nothing can follow.
         max_context: most tokens of a row.
         nodes_per_row: of `ddtree`.
         max_nodes: of a pass, for `bastion`.
+        acceptance: what `bastion` scores candidates by; None begins with nothing learnt.
+        calibrated: False scores candidates by the drafter's own probabilities, for comparison.
     """
 
     def __init__(
@@ -75,17 +99,24 @@ class Proposer:
         max_context: int,
         nodes_per_row: int,
         max_nodes: int,
+        acceptance: AcceptanceModel | None = None,
+        calibrated: bool = True,
     ) -> None:
         self._drafter = drafter
         self._method = method
         self._costs = costs
-        self._end_ids = np.array(sorted(end_ids), np.int64)
+        self._end_ids = end_ids
         self._max_context = max_context
         self._nodes_per_row = nodes_per_row
         self._max_nodes = max_nodes
-        self._gate = DraftGate()
+        self._calibrated = calibrated
+        self._batch_gates = BatchGates()
+        self._row_gates = RowGates()
+        self._overheads = DraftOverheads()
         self._last_budget = 0
-        self.acceptance = AcceptanceModel(drafter.depth if drafter else 1)
+        self.acceptance = acceptance or AcceptanceModel(drafter.depth if drafter else 1)
+        if drafter is not None:  # compiles where that has not been done: not in a step
+            best_first(np.zeros((1, 1, 1), np.float32), np.ones(1, np.intp), 1)
 
     @property
     def method(self) -> Method:
@@ -97,27 +128,94 @@ class Proposer:
         self._method = method
         self._nodes_per_row = nodes_per_row
 
-    def draft(self, rows: list[Row]) -> Marginals | None:
-        """Marginals of all rows, or None for a plain step."""
+    def draft(self, rows: list[Row]) -> Proposal | None:
+        """Proposals for the rows for which drafting pays, or None for a plain step."""
         if self._drafter is None or self._method == "ar" or not rows:
             return None
-        if self._method == "bastion" and not self._gate.wants_draft():
-            return None
-        return self._drafter.draft([DraftRow(row.key, row.token_ids) for row in rows])
+        places = list(range(len(rows)))
+        if self._method == "bastion":
+            if not self._batch_gates.wants_draft(len(rows)):
+                return None
+            places = self._row_gates.wanting([row.key for row in rows])
+        return self._run(self._drafter, rows, places) if places else None
 
-    def grow(self, rows: list[Row], marginals: Marginals | None) -> Forest:
-        """The trees worth verifying."""
+    def _run(self, drafter: Drafter, rows: list[Row], places: list[int]) -> Proposal:
+        drafted = [rows[place] for place in places]
+        keys = [row.key for row in drafted]
+        is_caught_up = all(drafter.num_pending(key) <= drafter.depth + 1 for key in keys)
+        start = time.perf_counter()
+        drafter.catch_up(keys)
+        caught_up = time.perf_counter()
+        marginals = drafter.draft([DraftRow(row.key, row.token_ids) for row in drafted])
+        pass_seconds = time.perf_counter() - caught_up
+        context = sum(row.context_length for row in drafted)
+        predicted_seconds = self._costs.draft_seconds(len(drafted), context)
+        self._costs.observe_draft(len(drafted), context, pass_seconds)
+        return Proposal(
+            places=places,
+            allowed=allowed(marginals, drafted, self._end_ids),
+            is_caught_up=is_caught_up,
+            catch_up_seconds=caught_up - start,
+            pass_seconds=pass_seconds,
+            predicted_seconds=predicted_seconds,
+        )
+
+    def grow(
+        self, rows: list[Row], proposal: Proposal | None, chunks: Sequence[Work] = ()
+    ) -> Forest:
+        """The trees worth verifying.
+
+        Args:
+            rows: all that decode.
+            proposal: from `draft` of the same rows; None for a plain step.
+            chunks: prompt that shares the pass, and makes it dearer with drafts or without.
+        """
         token_ids = [[row.token_ids[-1]] for row in rows]
-        if marginals is None:
+        if proposal is None:
             return Forest(rows, [ROOT_ONLY] * len(rows), token_ids, drafted=False)
-        candidates = self._candidates(rows, marginals)
-        trees = plant(candidates, self._keep(rows, candidates), len(rows))
-        for tokens, tree, ids_DK in zip(token_ids, trees, marginals.token_ids_RDK, strict=True):
+        start = time.perf_counter()
+        predicted = proposal.predicted_seconds + self._overheads.seconds(len(rows))
+        trees = self._trees(rows, proposal, chunks, predicted)
+        ids_RDK = proposal.allowed.marginals.token_ids_RDK
+        for place, ids_DK in zip(proposal.places, ids_RDK, strict=True):
+            tree = trees[place]
             depth, rank = np.array(tree.depths[1:], int) - 1, np.array(tree.ranks[1:], int)
-            tokens.extend(ids_DK[depth, rank].tolist())
-        return Forest(rows, trees, token_ids, drafted=True)
+            token_ids[place].extend(ids_DK[depth, rank].tolist())
+        overhead = proposal.catch_up_seconds + time.perf_counter() - start
+        if proposal.is_caught_up:
+            self._overheads.observe(len(rows), overhead)
+        seconds = proposal.pass_seconds + overhead
+        return Forest(rows, trees, token_ids, True, seconds, predicted)
 
-    def _candidates(self, rows: list[Row], marginals: Marginals) -> Candidates:
+    def _trees(
+        self,
+        rows: list[Row],
+        proposal: Proposal,
+        chunks: Sequence[Work],
+        drafting_seconds: float,
+    ) -> list[DraftTree]:
+        drafted = [rows[place] for place in proposal.places]
+        candidates = self._candidates(drafted, proposal.allowed)
+        budget = None
+        if self._method == "bastion":
+            budget = self._budget(rows, candidates, chunks, drafting_seconds)
+        planted = plant(candidates, self._taken(candidates, budget), len(drafted))
+        if budget is not None:
+            self._judge_rows(drafted, planted, budget)
+        trees = [ROOT_ONLY] * len(rows)
+        for place, tree in zip(proposal.places, planted, strict=True):
+            trees[place] = tree
+        return trees
+
+    def _taken(self, candidates: Candidates, budget: Budget | None) -> NDArray[np.intp]:
+        if budget is not None:
+            return take_first(candidates, budget.num_nodes)
+        if self._method == "ddtree":
+            return take_per_row(candidates, self._nodes_per_row)
+        return take_first(candidates, len(candidates))
+
+    def _candidates(self, rows: list[Row], allowed: Allowed) -> Candidates:
+        marginals, leaves_RDK = allowed
         num_rows, depth, num_ranks = marginals.log_probs_RDK.shape
         if self._method == "dflash":
             num_ranks = 1
@@ -127,7 +225,7 @@ class Proposer:
             marginals.log_probs_RDK[:, :, :num_ranks],
             np.array([row.max_tree_depth(self._max_context) for row in rows]),
             in_all,
-            self._leaves(rows, marginals),
+            leaves_RDK[:, :, :num_ranks],
             scores=self._scores(rows, marginals) if self._method == "bastion" else None,
             max_per_row=per_row,
         )
@@ -137,7 +235,9 @@ class Proposer:
         near = max(MIN_CANDIDATES, 4 * self._last_budget)
         return min(self._max_nodes, num_rows * MAX_NODES_PER_ROW, near)
 
-    def _scores(self, rows: list[Row], marginals: Marginals) -> PathScores:
+    def _scores(self, rows: list[Row], marginals: Marginals) -> PathScores | None:
+        if not self._calibrated:
+            return None
         groups = np.array([sampling_group(row.request.sampling) for row in rows])
         return self.acceptance.log_scores(marginals.log_probs_RDK, groups)
 
@@ -145,46 +245,61 @@ class Proposer:
         """Take in which nodes were accepted, of those whose parent was."""
         if self._method != "bastion":
             return
-        outcomes = [outcome for v in verified if v.work.tree for outcome in _outcomes(v)]
-        if outcomes:
+        trees = [(one, one.work.tree) for one in verified if one.work.tree is not None]
+        outcomes = outcomes_of(
+            [tree for _, tree in trees],
+            [one.path for one, _ in trees],
+            [sampling_group(one.work.row.request.sampling) for one, _ in trees],
+        )
+        if outcomes.num_outcomes:
             self.acceptance.observe(outcomes)
 
-    def _leaves(self, rows: list[Row], marginals: Marginals) -> NDArray[np.bool_]:
-        """Marks the tokens after which a row's output ends."""
-        leaves = np.isin(marginals.token_ids_RDK, self._end_ids)
-        for number, row in enumerate(rows):
-            if row.request.sampling.ignore_eos:
-                leaves[number] = False
-        return leaves
-
-    def _keep(self, rows: list[Row], candidates: Candidates) -> NDArray[np.intp]:
-        if self._method == "ddtree":
-            return take_per_row(candidates, self._nodes_per_row)
-        if self._method == "dflash":
-            return take_first(candidates, len(candidates))
-        return take_first(candidates, self._best_num_nodes(rows, candidates))
-
-    def _best_num_nodes(self, rows: list[Row], candidates: Candidates) -> int:
-        """The batch's budget; the draft gate learns whether drafting paid."""
+    def _budget(
+        self,
+        rows: list[Row],
+        candidates: Candidates,
+        chunks: Sequence[Work],
+        drafting_seconds: float,
+    ) -> Budget:
+        """The batch's budget; the gate of its size learns whether drafting paid."""
         num_rows = len(rows)
-        context = sum(row.context_length for row in rows)
-        tokens = num_rows + np.arange(len(candidates) + 1.0)
-        seconds = self._costs.step_seconds(tokens, num_rows, context, drafted=True)
-        budget = best_budget(candidates.log_scores_N, num_rows, seconds)
-        plain = self._costs.step_seconds(tokens[:1], num_rows, context, drafted=False)
-        self._gate.observe(budget.tokens_per_second, num_rows / float(plain[0]))
+        tokens_N = num_rows + np.arange(len(candidates) + 1.0)
+        plain_N = self._costs.verify.seconds_of(_load(tokens_N, rows, chunks))
+        plain_N = plain_N + self._costs.other_seconds
+        budget = best_budget(candidates.log_scores_N, num_rows, plain_N + drafting_seconds)
+        self._batch_gates.observe(num_rows, budget.tokens_per_second, num_rows / float(plain_N[0]))
         self._last_budget = budget.num_nodes
-        return budget.num_nodes
+        return budget
+
+    def _judge_rows(self, rows: list[Row], trees: list[DraftTree], budget: Budget) -> None:
+        """Hold what each row gains against the tokens that drafting it costs the batch."""
+        others = len(rows) // 2
+        if not others:
+            return
+        context = sum(row.context_length for row in rows) / len(rows)
+        most, fewer = (
+            self._costs.draft_seconds(number, int(number * context))
+            for number in (len(rows), len(rows) - others)
+        )
+        cost = (most - fewer) / others * budget.tokens_per_second
+        gains = [tree.expected_tokens - 1 - cost for tree in trees]
+        self._row_gates.observe([row.key for row in rows], gains)
 
 
-def _outcomes(verified: Verified) -> Iterator[Outcome]:
-    tree = verified.work.tree
-    assert tree is not None
-    group = sampling_group(verified.work.row.request.sampling)
-    accepted, on_path = {0, *verified.path}, set(tree.top1_path)
-    for node in range(1, len(tree.parents)):
-        parent = tree.parents[node]
-        if parent in accepted:
-            yield Outcome(
-                group, tree.depths[node], parent in on_path, tree.log_probs[node], node in accepted
-            )
+def _load(tokens_N: NDArray[np.float64], rows: list[Row], chunks: Sequence[Work]) -> PassLoad:
+    """Passes of so many tokens over the rows, each together with the prompt chunks."""
+    load = PassLoad.of(tokens_N, len(rows), sum(row.context_length for row in rows))
+    if not chunks:
+        return load
+    prompts = PassLoad.packed(
+        [len(chunk.token_ids) for chunk in chunks],
+        [chunk.row.context_length for chunk in chunks],
+        sum(chunk.num_logits for chunk in chunks),
+    )
+    return PassLoad(
+        load.num_tokens + prompts.num_tokens,
+        load.num_rows + prompts.num_rows,
+        load.context_tokens + prompts.context_tokens,
+        load.attended_pairs + prompts.attended_pairs,
+        load.num_logits + prompts.num_logits,
+    )

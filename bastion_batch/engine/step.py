@@ -13,6 +13,7 @@ from bastion_batch.engine.cache import KVCache
 from bastion_batch.engine.row import Row
 from bastion_batch.engine.sampling import Draw, argmax, choose, is_plain_greedy
 from bastion_batch.engine.target import Target
+from bastion_batch.engine.transfer import to_device
 
 
 class Work(NamedTuple):
@@ -31,7 +32,7 @@ class Work(NamedTuple):
             return len(self.token_ids)
         row = self.row
         last = row.context_length + len(self.token_ids) == row.prefill_end
-        return int(last and not row.request.generated_ids)
+        return int(last and not row.output_ids)
 
 
 class Verified(NamedTuple):
@@ -53,6 +54,22 @@ class Verified(NamedTuple):
         return [0, *self.path]
 
 
+class PassLayout(NamedTuple):
+    """How a pass suits its device. The text does not depend on it."""
+
+    draw_all: bool
+    """Choose at every node of sampled rows at once, and so wait for the device once, rather than
+    level by level at the nodes that the walk visits."""
+    bucketed: bool
+    """Pad the pass to one of few numbers of tokens, so that its kernels can be captured once."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> "PassLayout":
+        """What suits a device: on a CPU there is nothing to wait for."""
+        is_apart = device.type != "cpu"
+        return cls(draw_all=is_apart, bucketed=is_apart)
+
+
 class PassResult(NamedTuple):
     """Everything a pass leaves."""
 
@@ -60,35 +77,53 @@ class PassResult(NamedTuple):
     taps_SF: Tensor | None
 
 
+def bucket_of(num_tokens: int) -> int:
+    """The number of tokens that a bucketed pass is padded to: 1, 2, 4, 8, 16, 24, 32, 48, 64, ..."""
+    power = 1 << (num_tokens - 1).bit_length()
+    between = power * 3 // 4
+    return between if power > 16 and num_tokens <= between else power
+
+
 def verify(
-    target: Target, cache: KVCache, works: Sequence[Work], taps: tuple[int, ...]
+    target: Target,
+    cache: KVCache,
+    works: Sequence[Work],
+    taps: tuple[int, ...],
+    layout: PassLayout | None = None,
 ) -> PassResult:
     """Run the target once over all rows' tokens and walk their trees.
 
     Requires a slot with room for its tokens in every row. Leaves the tokens' keys and values in
-    scratch space; committing them is the caller's.
+    scratch space; committing them is the caller's. `layout` is the device's own if None.
     """
+    layout = layout or PassLayout.of(target.device)
     order = pass_order([_slot(work.row) for work in works], [w.tree is None for w in works])
     works = [works[place] for place in order]
-    plan = AttentionPlan(
-        cache, [_pass_row(work) for work in works], target.stack.config.num_q_heads
-    )
     token_ids = np.array([token for work in works for token in work.token_ids])
     positions = np.concatenate([_positions(work) for work in works])
+    num_tokens = len(token_ids)
+    num_padding = bucket_of(num_tokens) - num_tokens if layout.bucketed else 0
+    plan = AttentionPlan(
+        cache,
+        [_pass_row(work) for work in works],
+        target.stack.config.num_q_heads,
+        num_padding=num_padding,
+    )
     out = target.forward(
-        torch.from_numpy(token_ids).to(target.device),
-        torch.from_numpy(positions).to(target.device),
+        to_device(np.pad(token_ids, (0, num_padding)), target.device),
+        to_device(np.pad(positions, (0, num_padding)), target.device),
         int(positions.max()),
         plan,
         taps,
     )
     needed = _needed(works)
     hidden = out.hidden_SE
-    if len(needed) < len(hidden):
-        hidden = hidden[torch.from_numpy(needed).to(target.device)]
+    if len(needed) < num_tokens:
+        hidden = hidden[to_device(needed, target.device)]
     walkers = _walkers(works)
     if len(needed):
-        _walk(walkers, target.logits(hidden))
+        logits_NV = target.logits(hidden)[: len(needed)]
+        _walk(walkers, logits_NV, draw_all=layout.draw_all)
     return PassResult(_verified(walkers), out.taps_SF)
 
 
@@ -136,8 +171,22 @@ class _Walker:
     def logit(self) -> int:
         return self.first_logit + self.node
 
+    @property
+    def is_plain_greedy(self) -> bool:
+        return is_plain_greedy(self.work.row.request.sampling)
+
     def draw(self) -> Draw:
+        """The draw at the node that the walk has reached."""
         return self.work.row.draw(self.token_ids)
+
+    def draws(self) -> list[Draw]:
+        """The draws at all the row's nodes, each after its own path, or after a whole prompt."""
+        paths: list[list[int]] = [[]]
+        if self.work.tree is not None:
+            nodes = zip(self.work.tree.parents[1:], self.work.token_ids[1:], strict=True)
+            for parent, token_id in nodes:
+                paths.append([*paths[parent], token_id])
+        return [self.work.row.draw(path) for path in paths]
 
     def take(self, token_id: int) -> bool:
         """Emit the target's token; True if a child carries it and the walk goes on there."""
@@ -149,6 +198,11 @@ class _Walker:
         self.path.append(child)
         return True
 
+    def follow(self, tokens_N: list[int]) -> None:
+        """Walk to the end, given the target's token after every logit of the pass."""
+        while self.take(tokens_N[self.logit]):
+            pass
+
 
 def _walkers(works: Sequence[Work]) -> list[_Walker]:
     walkers, first = [], 0
@@ -158,23 +212,32 @@ def _walkers(works: Sequence[Work]) -> list[_Walker]:
     return walkers
 
 
-def _walk(walkers: Sequence[_Walker], logits_NV: Tensor) -> None:
-    """Follow the target's own tokens down every tree, all rows one level at a time.
-
-    Greedy tokens are taken for all nodes at once: one wait for the device. Sampled ones are drawn
-    for the visited nodes only on a CPU.
-    """
+def _walk(walkers: Sequence[_Walker], logits_NV: Tensor, *, draw_all: bool) -> None:
+    """Follow the target's own tokens down every tree."""
     moving = [walker for walker in walkers if walker.work.num_logits]
-    greedy = [walker for walker in moving if is_plain_greedy(walker.work.row.request.sampling)]
-    if greedy:
-        tokens = argmax(logits_NV).tolist()
-        for walker in greedy:
-            while walker.take(tokens[walker.logit]):
-                pass
-    sampled = [walker for walker in moving if walker not in greedy]
-    while sampled:
-        picked = choose(logits_NV[[w.logit for w in sampled]], [w.draw() for w in sampled])
-        sampled = [w for w, token in zip(sampled, picked, strict=True) if w.take(token)]
+    sampled = [walker for walker in moving if not walker.is_plain_greedy]
+    if sampled and draw_all:
+        tokens = choose(logits_NV, [draw for walker in moving for draw in walker.draws()])
+        _follow(moving, tokens)
+        return
+    if len(sampled) < len(moving):
+        _follow([walker for walker in moving if walker.is_plain_greedy], argmax(logits_NV))
+    _draw_by_level(sampled, logits_NV)
+
+
+def _follow(walkers: Sequence[_Walker], tokens_N: Tensor) -> None:
+    """Walk all rows by the tokens of all nodes: the one wait for the device."""
+    tokens = tokens_N.tolist()
+    for walker in walkers:
+        walker.follow(tokens)
+
+
+def _draw_by_level(walkers: Sequence[_Walker], logits_NV: Tensor) -> None:
+    """Draw at the visited nodes only, all rows one level at a time."""
+    while walkers:
+        index = to_device(np.array([walker.logit for walker in walkers]), logits_NV.device)
+        picked = choose(logits_NV[index], [walker.draw() for walker in walkers]).tolist()
+        walkers = [w for w, token in zip(walkers, picked, strict=True) if w.take(token)]
 
 
 def _verified(walkers: list[_Walker]) -> list[Verified]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bastion_batch.core.roofline import ModelShape
+from bastion_batch.engine.cache import KVCache
 
 
 class Marginals(NamedTuple):
@@ -26,7 +27,7 @@ class DraftRow(NamedTuple):
     """What a drafter may know of a row: its key, and all its tokens, the last not yet cached."""
 
     key: int
-    """Unique among all rows the drafter has ever seen."""
+    """Unique among the rows the drafter keeps."""
     token_ids: Sequence[int]
 
 
@@ -37,20 +38,47 @@ class Drafter(Protocol):
     """D, the most positions proposed."""
     taps: tuple[int, ...]
     """0-based target layers whose outputs `observe` wants."""
+    caches: tuple[KVCache, ...]
+    """What it keeps of rows; an engine bounds them together with the target's."""
 
     @property
     def shape(self) -> ModelShape | None:
         """What its pass costs; None if it has none worth pricing."""
         ...
 
+    @property
+    def pending_bytes_per_row(self) -> int:
+        """Memory of what may be put by for a row, beside the caches."""
+        ...
+
+    def reserve(self, key: int, num_tokens: int) -> None:
+        """Make room for so many more context tokens of a row, new or known.
+
+        Raises:
+            CacheFull: there is no room; nothing was changed.
+        """
+        ...
+
+    def share(self, source_key: int, key: int, num_tokens: int) -> None:
+        """Make the first context tokens of one row the whole context of another, newly reserved."""
+        ...
+
     def observe(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
-        """Take in the taps of tokens that have become context.
+        """Take in the taps of tokens that have become context; may put them by for `catch_up`.
 
         Args:
             keys: rows; an unknown one is new and begins at position 0.
             counts: how many consecutive tokens of each, in the order of `features_SF`.
             features_SF: `[sum(counts), T * E]`.
         """
+        ...
+
+    def num_pending(self, key: int) -> int:
+        """Context tokens of a row that were put by."""
+        ...
+
+    def catch_up(self, keys: Sequence[int]) -> None:
+        """Take in what was put by for some rows; `draft` does so too, if it must."""
         ...
 
     def draft(self, rows: Sequence[DraftRow]) -> Marginals:

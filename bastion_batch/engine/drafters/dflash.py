@@ -9,7 +9,6 @@ Shape letters: R rows, W block width, D = W - 1 depth, K ranks, S packed tokens,
 T taps.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,13 @@ from bastion_batch.core.roofline import ModelShape
 from bastion_batch.engine.attention import AttentionPlan, PassRow, StorePlan, pass_order
 from bastion_batch.engine.cache import KVCache, Slot
 from bastion_batch.engine.drafters import DraftRow, Marginals
+from bastion_batch.engine.drafters.dflash_files import (
+    block_options,
+    read_config,
+    require_tensors,
+)
+from bastion_batch.engine.drafters.pending import PendingTaps
+from bastion_batch.engine.drafters.ranking import best_tokens
 from bastion_batch.engine.linear import Linear
 from bastion_batch.engine.target import Target
 from bastion_batch.engine.transformer import (
@@ -35,9 +41,6 @@ from bastion_batch.engine.transformer import (
     layer_tensors,
 )
 from bastion_batch.errors import ModelError
-
-PIECE_ROWS = 8
-"""Slots whose logits are reduced together: a piece in float32 stays in a processor's cache."""
 
 NUM_RANKS = 64
 """K: candidates kept per position. A tree of 512 nodes seldom asks for more at one position."""
@@ -68,7 +71,9 @@ class DFlashDrafter:
         self._cache = KVCache(
             config.num_layers, config.num_kv_heads, config.head_dim, target.dtype, target.device
         )
+        self.caches: tuple[KVCache, ...] = (self._cache,)
         self._slots: dict[int, Slot] = {}
+        self._pending = PendingTaps(fuse.in_features, target.dtype, target.device)
 
     @classmethod
     def load(cls, path: Path, target: Target) -> "DFlashDrafter":
@@ -77,8 +82,8 @@ class DFlashDrafter:
         Raises:
             ModelError: a key or tensor is missing, unknown, or does not fit the target.
         """
-        config = _read_config(path)
-        options = _block_options(path, config, target)
+        config = read_config(path)
+        options = block_options(path, config, target)
         try:
             tensors = load_file(path / "model.safetensors")
         except (OSError, SafetensorError) as error:
@@ -99,7 +104,7 @@ class DFlashDrafter:
     ) -> "DFlashDrafter":
         """Build from tensors under their checkpoint names (cast to the target's dtype)."""
         stack_config = StackConfig.of(config)
-        _require_tensors(name, tensors, stack_config, target, len(taps))
+        require_tensors(name, tensors, stack_config, target, len(taps))
         dtype, device = target.dtype, target.device
         tensors = {key: value.to(device, dtype) for key, value in tensors.items()}
         layers = [
@@ -127,14 +132,53 @@ class DFlashDrafter:
         """Memory of one context token in the drafter's cache."""
         return self._cache.bytes_per_token
 
+    @property
+    def pending_bytes_per_row(self) -> int:
+        """Memory of what waits to be projected, whether or not anything does."""
+        return self._pending.bytes_per_row
+
+    def reserve(self, key: int, num_tokens: int) -> None:
+        """Make room for so many more context tokens of a row, and for its block after them."""
+        num_tokens += self._pending.num_tokens(key) + self.depth + 1
+        slot = self._slots.get(key)
+        if slot is None:
+            self._slots[key] = self._cache.open(num_tokens)
+        else:
+            self._cache.reserve(slot, num_tokens)
+
+    def share(self, source_key: int, key: int, num_tokens: int) -> None:
+        """Copy the first context tokens of one row to another, newly reserved."""
+        self.catch_up([source_key])
+        self._cache.share(self._slots[source_key], self._slots[key], num_tokens)
+
     def observe(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
-        """Project the taps of new context tokens into every layer's keys and values."""
-        width = self.depth + 1
+        """Put the taps of new context tokens by until `catch_up`, where there is room for them."""
         for key, count in zip(keys, counts, strict=True):
-            slot = self._slots.get(key)
-            if slot is None:
-                slot = self._slots[key] = self._cache.open(count + width)
-            self._cache.reserve(slot, count + width)
+            self.reserve(key, count)
+        fits = [self._pending.has_room(*pair) for pair in zip(keys, counts, strict=True)]
+        if all(fits):
+            self._pending.put(keys, counts, features_SF)
+            return
+        parts = list(zip(keys, counts, features_SF.split(list(counts)), fits, strict=True))
+        self.catch_up([key for key, _, _, fit in parts if not fit])
+        for key, count, features, _ in parts:
+            if self._pending.has_room(key, count):
+                self._pending.put([key], [count], features)
+            else:
+                self._project([key], [count], features)
+
+    def num_pending(self, key: int) -> int:
+        """Context tokens of a row that `catch_up` has yet to project."""
+        return self._pending.num_tokens(key)
+
+    def catch_up(self, keys: Sequence[int]) -> None:
+        """Project what was put by for some rows, all of it at once."""
+        keys = [key for key in keys if self._pending.num_tokens(key)]
+        if keys:
+            self._project(keys, *self._pending.take(keys))
+
+    def _project(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
+        """Fill every layer's keys and values of the next context tokens of some rows."""
         slots = [self._slots[key] for key in keys]
         starts = [slot.length for slot in slots]
         positions = np.concatenate(
@@ -154,6 +198,7 @@ class DFlashDrafter:
 
     def draft(self, rows: Sequence[DraftRow]) -> Marginals:
         """One pass over all rows' blocks, every row at its own context length."""
+        self.catch_up([row.key for row in rows])
         width = self.depth + 1
         order = pass_order([self._slots[row.key] for row in rows], [False] * len(rows))
         slots = [self._slots[rows[place].key] for place in order]
@@ -177,155 +222,17 @@ class DFlashDrafter:
 
     def forget(self, key: int) -> None:
         """Close the row's slot."""
+        self._pending.drop(key)
         slot = self._slots.pop(key, None)
         if slot is not None:
             self._cache.close(slot)
 
     def _best(self, hidden_SE: Tensor, order: list[int]) -> Marginals:
         """The K best tokens of every masked slot, back in the caller's order of rows."""
-        logits = self._target.logits(hidden_SE)
-        pieces = [self._best_of(piece) for piece in logits.split(PIECE_ROWS)]
-        log_probs = torch.cat([piece[0] for piece in pieces])
-        token_ids = torch.cat([piece[1] for piece in pieces])
+        best = best_tokens(self._target.logits(hidden_SE), NUM_RANKS, self._mask_token_id)
         shape = (len(order), self.depth, -1)
         back = np.argsort(order)
         return Marginals(
-            log_probs.cpu().numpy().reshape(shape)[back],
-            token_ids.cpu().numpy().reshape(shape)[back],
+            best.log_probs_SK.cpu().numpy().reshape(shape)[back],
+            best.token_ids_SK.cpu().numpy().reshape(shape)[back],
         )
-
-    def _best_of(self, logits_SV: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and ids of the K best tokens of a few slots."""
-        logits = logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32), copy=True)
-        if self._mask_token_id < logits.shape[-1]:
-            logits[:, self._mask_token_id] = -torch.inf
-        best = logits.topk(min(NUM_RANKS, logits.shape[-1]), -1)
-        normaliser = logits.logsumexp(-1, keepdim=True)
-        return (best.values - normaliser).clamp_(max=0.0), best.indices
-
-
-KNOWN_OPTIONS = frozenset(
-    {"target_layer_ids", "mask_token_id", "mask_token", "block_size", "num_target_layers"}
-)
-"""Keys of `dflash_config` that are understood; another one that is set changes the model."""
-
-REFUSED_OPTIONS = (
-    "projector_type",
-    "causal_head",
-    "is_causal",
-    "attention_sink_bias",
-    "attention_value_scale",
-    "final_logit_softcapping",
-    "input_embedding_scale",
-    "output_multiplier",
-    "draft_vocab_size",
-)
-"""Keys of the whole configuration that make another model of it than the one computed here."""
-
-
-def _read_config(path: Path) -> Any:  # noqa: ANN401 - a transformers config
-    from transformers import Qwen3Config
-
-    try:
-        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"drafter {path}: config.json cannot be read: {error}") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"drafter {path}: config.json holds {type(raw).__name__}, not an object")
-    if raw.get("architectures") != ["DFlashDraftModel"]:
-        raise ModelError(
-            f"drafter {path}: architectures {raw.get('architectures')} is not supported: "
-            "['DFlashDraftModel'] is"
-        )
-    nested = raw.get("dflash_config") or {}
-    refused = [key for key in REFUSED_OPTIONS if raw.get(key) or nested.get(key)]
-    refused += [key for key in sorted(nested.keys() - KNOWN_OPTIONS) if nested[key]]
-    refused += [
-        key
-        for key in ("is_neox_style", "rope_is_neox_style")
-        if False in (raw.get(key), nested.get(key))
-    ]
-    if refused:
-        raise ModelError(
-            f"drafter {path}: {', '.join(dict.fromkeys(refused))} is not supported by this version"
-        )
-    raw.pop("architectures")
-    return Qwen3Config.from_dict(raw)
-
-
-def _block_options(path: Path, config: Any, target: Target) -> dict[str, Any]:  # noqa: ANN401
-    """Block size, mask id and taps, each mandatory and in range."""
-    nested = getattr(config, "dflash_config", None) or {}
-    num_layers = target.stack.config.num_layers
-    expected = nested.get("num_target_layers", getattr(config, "num_target_layers", None))
-    if expected not in (None, num_layers):
-        raise ModelError(
-            f"drafter {path}: num_target_layers is {expected}; the target has {num_layers}"
-        )
-    taps = nested.get("target_layer_ids")
-    if not taps or not isinstance(taps, list):
-        raise ModelError(f"drafter {path}: dflash_config.target_layer_ids is missing")
-    for tap in taps:
-        if not isinstance(tap, int) or not 0 <= tap < num_layers:
-            raise ModelError(
-                f"drafter {path}: dflash_config.target_layer_ids holds {tap!r}; "
-                f"the target's layers are 0 to {num_layers - 1}"
-            )
-    mask = nested.get("mask_token_id", getattr(config, "mask_token_id", None))
-    num_rows = target.embedding.shape[0]
-    if not isinstance(mask, int) or not 0 <= mask < num_rows:
-        raise ModelError(
-            f"drafter {path}: mask_token_id is {mask!r}; the target's embedding has {num_rows} rows"
-        )
-    block_size = nested.get("block_size", getattr(config, "block_size", 16))
-    if not isinstance(block_size, int) or block_size < 2:
-        raise ModelError(f"drafter {path}: block_size is {block_size!r}; at least 2 is needed")
-    return {"block_size": block_size, "mask_token_id": mask, "taps": tuple(taps)}
-
-
-def _require_tensors(
-    name: str, tensors: dict[str, Tensor], config: StackConfig, target: Target, num_taps: int
-) -> None:
-    """Every tensor of the format is there, in its shape, and no other."""
-    expected = _expected_shapes(config, num_taps * target.stack.config.hidden_size)
-    if config.hidden_size != target.stack.config.hidden_size:
-        raise ModelError(
-            f"{name}: hidden_size {config.hidden_size} differs from the target's "
-            f"{target.stack.config.hidden_size}"
-        )
-    missing = sorted(expected.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - expected.keys())
-    if missing or unknown:
-        raise ModelError(f"{name}: missing tensors {missing}, unclaimed tensors {unknown}")
-    for key, shape in expected.items():
-        if tuple(tensors[key].shape) != shape:
-            raise ModelError(f"{name}: {key} is {tuple(tensors[key].shape)}, expected {shape}")
-
-
-def _expected_shapes(config: StackConfig, feature_size: int) -> dict[str, tuple[int, ...]]:
-    hidden, ffn, head = config.hidden_size, config.ffn_size, config.head_dim
-    queries, keys = config.num_q_heads * head, config.num_kv_heads * head
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "self_attn.q_norm.weight": (head,),
-        "self_attn.k_norm.weight": (head,),
-        "mlp.gate_proj.weight": (ffn, hidden),
-        "mlp.up_proj.weight": (ffn, hidden),
-        "mlp.down_proj.weight": (hidden, ffn),
-    }
-    model: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, feature_size),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    layers = {
-        f"layers.{number}.{key}": shape
-        for number in range(config.num_layers)
-        for key, shape in layer.items()
-    }
-    return model | layers

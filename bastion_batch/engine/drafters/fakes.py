@@ -9,15 +9,31 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from torch import Tensor
 
+from bastion_batch.engine.cache import KVCache
 from bastion_batch.engine.drafters import DraftRow, Marginals
 
 
 class _Stateless:
     taps: tuple[int, ...] = ()
     shape = None
+    caches: tuple[KVCache, ...] = ()
+    pending_bytes_per_row = 0
+
+    def reserve(self, key: int, num_tokens: int) -> None:
+        """Nothing needs room."""
+
+    def share(self, source_key: int, key: int, num_tokens: int) -> None:
+        """Nothing is kept."""
 
     def observe(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
         """Nothing is kept."""
+
+    def num_pending(self, key: int) -> int:
+        """Nothing is put by."""
+        return 0
+
+    def catch_up(self, keys: Sequence[int]) -> None:
+        """Nothing was put by."""
 
     def forget(self, key: int) -> None:
         """Nothing was kept."""

@@ -1,0 +1,194 @@
+"""Single questions about the engine: its overhead, a step's growth with context, a bad drafter."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from shutil import copyfile
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from bastion_batch.bench.blocks import Arm, LiveRows, alternate
+from bastion_batch.bench.ratios import Ratio, paired_ratio
+from bastion_batch.bench.setup import Bench
+from bastion_batch.engine.device import device_speed
+from bastion_batch.engine.drafters.dflash import DFlashDrafter
+from bastion_batch.records import Completion, Method, Request, SamplingParams, StepTiming
+
+STAGES = ("prefill", "draft", "build", "verify", "commit", "other")
+EARLY, LATE, WINDOW = 100, 1500, 50
+"""Output positions whose step times are compared, each a median over a window."""
+KV_ALLOWANCE = 1.25
+"""Of the time to read the KV that a longer context adds."""
+USELESS_BLOCKS, USELESS_BLOCK_STEPS = 20, 25
+
+Progress = Callable[[str], None]
+
+
+class _Timings:
+    """The timings of the steps of some rows, each step once."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, StepTiming] = {}
+
+    def add(self, completion: Completion) -> None:
+        for record in completion.records:
+            self.by_step[record.timing.step] = record.timing
+
+    def decoding(self, batch_size: int) -> list[StepTiming]:
+        """Those of a full batch that carried no prompt."""
+        return [
+            timing
+            for timing in self.by_step.values()
+            if timing.batch_size == batch_size and not timing.prefill_tokens
+        ]
+
+
+def measure_overhead(bench: Bench, batch_size: int, progress: Progress) -> dict[str, Any]:
+    """How much of a step is spent outside the two model passes, by method; JSON-able."""
+    methods: tuple[Method, ...] = ("ar", "dflash", "ddtree", "bastion")
+    engine = bench.engine(batch_size, bench.drafter(), "bastion")
+    per_row = max(1, min(16, bench.config.max_nodes // batch_size))
+    reports: dict[str, Any] = {}
+    for method in methods:
+        timings = _Timings()
+        rows = LiveRows(engine, bench.prompts, bench.config.sampling, timings.add)
+        engine.use(method, per_row)
+        end = time.perf_counter() + bench.config.seconds / len(methods)
+        while time.perf_counter() < end:
+            rows.step()
+        num_steps = engine.totals.num_steps
+        rows.drain()
+        counted = [t for t in timings.decoding(batch_size) if t.step < num_steps]
+        reports[method] = _overhead(counted)
+        progress(f"{method}: {reports[method]}")
+    return {"batch": batch_size, "overhead": reports}
+
+
+def _overhead(timings: Sequence[StepTiming]) -> dict[str, float]:
+    if not timings:
+        return {"num_steps": 0}
+    stages = {
+        name: np.array([getattr(timing, f"{name}_seconds") for timing in timings])
+        for name in STAGES
+    }
+    step = np.array([timing.step_seconds for timing in timings])
+    outside = step - stages["prefill"] - stages["draft"] - stages["verify"]
+    gap = np.abs(sum(stages.values()) - step) / step
+    return {
+        "num_steps": len(timings),
+        "step_seconds": round(float(np.median(step)), 6),
+        "outside_passes_share": round(float(outside.sum() / step.sum()), 4),
+        "outside_passes_median_share": round(float(np.median(outside / step)), 4),
+        "largest_gap_of_stages": round(float(gap.max()), 5),
+        **{f"{name}_share": round(float(stages[name].sum() / step.sum()), 4) for name in STAGES},
+    }
+
+
+def measure_flatness(
+    bench: Bench,
+    batch_size: int,
+    progress: Progress,
+    *,
+    early: int = EARLY,
+    late: int = LATE,
+    window: int = WINDOW,
+) -> dict[str, Any]:
+    """Step time late in a long output against early, and what the added KV explains; JSON-able."""
+    engine = bench.engine(batch_size, None, "ar")
+    last = late + window
+    sampling = SamplingParams(max_new_tokens=last + 1, ignore_eos=True)
+    prompts = [bench.prompts[n % len(bench.prompts)] for n in range(batch_size)]
+    requests = [
+        Request(row_id=str(number), prompt_ids=prompt, sampling=sampling)
+        for number, prompt in enumerate(prompts)
+    ]
+    completion = next(c for c in engine.generate(requests) if c.row_id == "0")
+    progress(f"decoded {completion.num_output_tokens} tokens in each of {batch_size} rows")
+    records = [r for r in completion.records if not r.timing.prefill_tokens]
+    positions = np.array([r.context_length - completion.num_prompt_tokens for r in records])
+    seconds = np.array([r.timing.step_seconds for r in records])
+
+    def near(position: int) -> float:
+        return float(np.median(seconds[np.abs(positions - position) <= window]))
+
+    bandwidth = device_speed(bench.target.device, bench.target.dtype).bandwidth
+    added_bytes = (late - early) * batch_size * bench.target.new_cache().bytes_per_token
+    allowed = near(early) + KV_ALLOWANCE * added_bytes / bandwidth
+    return {
+        "batch": batch_size,
+        "flatness": {
+            "early_step_seconds": round(near(early), 6),
+            "late_step_seconds": round(near(late), 6),
+            "added_kv_bytes": added_bytes,
+            "bandwidth_bytes_per_second": round(bandwidth),
+            "allowed_step_seconds": round(allowed, 6),
+            "holds": bool(near(late) <= allowed),
+        },
+    }
+
+
+def measure_useless(
+    bench: Bench, batch_size: int, progress: Progress, *, num_blocks: int = USELESS_BLOCKS
+) -> dict[str, Any]:
+    """`bastion` with a drafter of random weights against plain decoding; JSON-able.
+
+    Every step of the drafted arm counts, those in which it learns that drafting does not pay too.
+    """
+    engine = bench.engine(batch_size, random_drafter(bench), "bastion")
+    alone = bench.engine(batch_size, None, "ar")
+    sampling = bench.config.sampling
+    arms = [
+        Arm("ar", LiveRows(alone, bench.prompts, sampling), "ar"),
+        Arm("bastion", LiveRows(engine, bench.prompts, sampling), "bastion"),
+    ]
+    groups = alternate(
+        arms,
+        seconds=0.0,
+        block_steps=USELESS_BLOCK_STEPS,
+        min_groups=num_blocks,
+        uncounted_steps=0,
+        progress=progress,
+    )
+    plain, drafted = zip(*groups, strict=True)
+    shares, base = [b.share for b in drafted], [b.share for b in plain]
+    settled = num_blocks // 4
+    return {
+        "batch": batch_size,
+        "useless": {
+            "num_steps": sum(block.num_steps for block in drafted),
+            "nodes_per_row_step": round(
+                sum(b.num_nodes for b in drafted) / sum(b.num_row_steps for b in drafted), 3
+            ),
+            "bastion/ar": _rounded(paired_ratio(shares, base)),
+            "bastion/ar_after_a_quarter": _rounded(paired_ratio(shares[settled:], base[settled:])),
+        },
+    }
+
+
+def _rounded(ratio: Ratio) -> dict[str, float]:
+    return {key: round(value, 4) for key, value in ratio._asdict().items()}
+
+
+def random_drafter(bench: Bench) -> DFlashDrafter:
+    """A drafter of the real one's shape whose matrices are noise: it costs as much and knows nothing."""
+    real = bench.drafter_path
+    if real is None:
+        return bench.drafter()  # which says that there is none
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: _noise_like(tensor, generator) if tensor.dim() > 1 else tensor
+        for name, tensor in load_file(real / "model.safetensors").items()
+    }
+    with TemporaryDirectory() as directory:
+        copyfile(real / "config.json", Path(directory) / "config.json")
+        save_file(tensors, Path(directory) / "model.safetensors")
+        return DFlashDrafter.load(Path(directory), bench.target)
+
+
+def _noise_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(tensor.shape, generator=generator) * tensor.float().std()
+    return noise.to(tensor.dtype)

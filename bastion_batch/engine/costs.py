@@ -1,0 +1,96 @@
+"""What the parts of a step cost on this device: predicted, and learnt from every step."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bastion_batch.core.latency import LatencyModel
+from bastion_batch.core.roofline import ModelShape
+
+
+class StepCosts:
+    """Predicted seconds of the parts of a step, each corrected by what is observed.
+
+    `verify` and `draft` are rooflines with corrections. What a step takes outside the two passes,
+    the projection of taps into the drafter's cache included, is a running mean over decode steps.
+    Passes that carry prompts are priced, but teach nothing.
+
+    Args:
+        verify_model: of the target's pass.
+        draft_model: of the drafter's pass; None if there is none worth pricing.
+        width: tokens of a row in a draft pass.
+    """
+
+    def __init__(
+        self, verify_model: LatencyModel, draft_model: LatencyModel | None, width: int
+    ) -> None:
+        self.verify = verify_model
+        self.draft = draft_model
+        self.other_seconds = 1e-3
+        self._width = width
+
+    def draft_seconds(self, num_rows: int, context_tokens: int) -> float:
+        """Predicted seconds of a draft pass."""
+        if self.draft is None or not num_rows:
+            return 0.0
+        return self.draft.seconds(num_rows * self._width, num_rows, context_tokens)
+
+    def observe_draft(self, num_rows: int, context_tokens: int, seconds: float) -> None:
+        """Learn from a draft pass."""
+        if self.draft is not None:
+            self.draft.observe(num_rows * self._width, num_rows, context_tokens, seconds)
+
+    def observe_other(self, seconds: float) -> None:
+        """Learn from the time of a step outside its passes."""
+        self.other_seconds += 0.05 * (seconds - self.other_seconds)
+
+    def scale(self, factor: float) -> None:
+        """Take the device to be slower by a factor in all passes."""
+        self.verify.scale(factor)
+        if self.draft is not None:
+            self.draft.scale(factor)
+
+    def step_seconds(
+        self, num_tokens: NDArray[np.floating], num_rows: int, context_tokens: int, drafted: bool
+    ) -> NDArray[np.float64]:
+        """Predicted seconds of whole steps that verify so many tokens each."""
+        draft = self.draft_seconds(num_rows, context_tokens) if drafted else 0.0
+        verify_seconds = self.verify.seconds(num_tokens, num_rows, context_tokens)
+        return verify_seconds + draft + self.other_seconds
+
+    def summary(self) -> dict[str, Any]:
+        """The fitted models and how well they predict, JSON-able."""
+        return {
+            "verify": self.verify.summary(),
+            "draft": self.draft.summary() if self.draft else None,
+            "other_seconds": self.other_seconds,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything fitted and learnt, JSON-able; `from_dict` reads it back."""
+        return {
+            "verify": self.verify.to_dict(),
+            "draft": self.draft.to_dict() if self.draft else None,
+            "other_seconds": self.other_seconds,
+        }
+
+    @classmethod
+    def from_dict(
+        cls, target: ModelShape, drafter: ModelShape | None, width: int, data: Mapping[str, Any]
+    ) -> Self:
+        """Read what `to_dict` wrote for models of the same shapes.
+
+        Raises:
+            KeyError, TypeError or ValueError: it is something else.
+        """
+        if (data["draft"] is None) != (drafter is None):
+            raise ValueError("the costs are of an engine with another drafter")
+        draft = LatencyModel.from_dict(drafter, data["draft"]) if drafter else None
+        costs = cls(LatencyModel.from_dict(target, data["verify"]), draft, width)
+        costs.other_seconds = float(data["other_seconds"])
+        if not 0 < costs.other_seconds < math.inf:
+            raise ValueError(f"other_seconds is {costs.other_seconds}")
+        return costs
