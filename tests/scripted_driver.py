@@ -37,7 +37,7 @@ class FaultyEngines(ScriptedEngines):
 
     fault: str
 
-    def build(self, job, device, num_threads):
+    def build(self, job, device, share):
         if self.fault == "broken":
             raise RuntimeError("CUDA driver initialization failed")
         raise ModelError(f"target {job.model.target}: layer type 'mamba' is not supported")

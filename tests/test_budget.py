@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bastion_batch.core.budget import BatchGates, RowGates, best_budget
+from bastion_batch.core.budget import BatchGates, DraftDepths, RowGates, best_budget
 
 proven = settings(derandomize=True, deadline=None, max_examples=200)
 scores = st.lists(st.floats(-12, 0), max_size=30).map(lambda s: np.array(sorted(s, reverse=True)))
@@ -180,6 +180,29 @@ def test_a_row_that_never_gains_is_left_out_and_tried_again():
         gates.observe(drafted, [0.8 if key == 1 else -0.2 for key in drafted])
     assert counts[1] == 500
     assert 3 <= counts[2] < 50
+
+
+def test_rows_are_drafted_a_little_deeper_than_their_trees_go():
+    depths = DraftDepths(8)
+    assert depths.of([1, 2]) == [8, 8], "nothing is known of a new row"
+    for _ in range(20):
+        depths.of([1, 2])
+        depths.observe([1, 2], [1, 7])
+    assert depths.of([1, 2]) == [3, 8]
+    depths.observe([1], [3])
+    assert depths.of([1, 2]) == [5, 8], "a tree that reached its row's depth may go on"
+    depths.observe([1], [0])
+    assert depths.of([1, 2]) == [4, 8], "one shallow tree takes little away"
+
+
+def test_the_depths_of_rows_that_leave_are_forgotten():
+    depths = DraftDepths(8)
+    for _ in range(9):
+        depths.of([1])
+        depths.observe([1], [0])
+    assert depths.of([1]) == [2]
+    depths.of([2])
+    assert depths.of([1]) == [8]
 
 
 def test_rows_that_leave_are_forgotten():

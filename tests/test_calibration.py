@@ -9,11 +9,13 @@ from tiny_checkpoint import save_tiny_checkpoint
 
 from bastion_batch.cli import main
 from bastion_batch.engine.calibration import CalibrationConfig, run_calibration, table
+from bastion_batch.engine.costs import DraftLoad
 from bastion_batch.engine.drafters.fakes import MuteDrafter
 from bastion_batch.engine.latency import (
     COARSE,
     MAX_CACHE_BYTES,
     THOROUGH,
+    DraftPoint,
     Point,
     measure,
     time_draft,
@@ -75,7 +77,7 @@ def test_when_time_is_up_no_further_pass_begins():
 def test_a_drafter_is_left_as_it_was():
     target = tiny_target("llama")
     drafter = tiny_drafter(target)
-    timings = time_draft(target, drafter, [Point(0, 3, 50), Point(0, 1, 80)], 60.0)
+    timings = time_draft(target, drafter, [DraftPoint(99, 3, 50), DraftPoint(2, 1, 80)], 60.0)
     assert [timing[:3] for timing in timings] == [(18, 3, 150), (6, 1, 80)]
     assert not any(cache.num_open for cache in drafter.caches)
 
@@ -84,11 +86,11 @@ def test_costs_know_the_draft_pass_only_where_there_is_one():
     target = tiny_target("llama")
     drafted = measure(target, tiny_drafter(target))
     assert drafted.costs.draft is not None
-    assert drafted.costs.draft_seconds(2, 100) > 0
+    assert drafted.costs.draft_seconds(DraftLoad(10, 2, 100)) > 0
     for drafter in (None, MuteDrafter()):
         plain = measure(target, drafter)
         assert plain.costs.draft is None
-        assert plain.costs.draft_seconds(2, 100) == 0
+        assert plain.costs.draft_seconds(DraftLoad(10, 2, 100)) == 0
         assert plain.draft_timings == []
 
 

@@ -130,13 +130,16 @@ def reference_logits(tensors: dict[str, Tensor], target: Target, features: Tenso
     return target.logits(rms_norm(h, w["norm"])[1:])
 
 
-def assert_marginals(found: Marginals, row: int, logits: Tensor, tolerance: float = 1e-5) -> None:
-    """The row's proposals are the reference's best, the mask token never among them."""
-    logits = logits.clone()
+def assert_marginals(
+    found: Marginals, row: int, logits: Tensor, depth: int, tolerance: float = 1e-5
+) -> None:
+    """The row's proposals are the reference's best, the mask token and what is deeper never."""
+    logits = logits[:depth].clone()
     logits[:, MASK] = -torch.inf
     expected = logits.log_softmax(-1)
     best = expected.topk(min(NUM_RANKS, logits.shape[-1]), -1).values
-    ids, log_probs = found.token_ids_RDK[row], found.log_probs_RDK[row]
+    assert (found.log_probs_RDK[row, depth:] == -np.inf).all()
+    ids, log_probs = found.token_ids_RDK[row, :depth], found.log_probs_RDK[row, :depth]
     np.testing.assert_allclose(log_probs, best.numpy(), atol=tolerance)
     of_these = expected.gather(-1, torch.tensor(ids))
     np.testing.assert_allclose(log_probs, of_these.numpy(), atol=tolerance)
@@ -179,14 +182,18 @@ class Rows:
         self.drafter.forget(key)
         del self.told[key]
 
-    def assert_drafts(self, keys: Sequence[int], tensors, target) -> None:
+    def assert_drafts(self, keys: Sequence[int], tensors, target, depths=None) -> None:
+        depths = depths or [self.drafter.depth] * len(keys)
         roots = {key: (7 * key + len(self.told[key])) % VOCAB for key in keys}
-        rows = [DraftRow(key, [1] * len(self.told[key]) + [roots[key]]) for key in keys]
+        rows = [
+            DraftRow(key, [1] * len(self.told[key]) + [roots[key]], depth)
+            for key, depth in zip(keys, depths, strict=True)
+        ]
         with torch.inference_mode():
             found = self.drafter.draft(rows)
         for place, key in enumerate(keys):
             logits = reference_logits(tensors, target, self.told[key], roots[key])
-            assert_marginals(found, place, logits)
+            assert_marginals(found, place, logits, depths[place])
 
 
 def test_a_single_row_drafts_as_the_reference(drafter, tensors, target):
@@ -211,6 +218,13 @@ def test_ragged_rows_draft_as_the_reference_round_after_round(drafter, tensors, 
     rows.assert_drafts([4, 2], tensors, target)
 
 
+@pytest.mark.parametrize("depths", [[0, 2, 1], [5, 0, 3], [0, 0, 0]])
+def test_rows_draft_as_deep_as_they_want(drafter, tensors, target, depths):
+    rows = Rows(drafter)
+    rows.observe({1: 4, 2: 9, 3: 2})
+    rows.assert_drafts([1, 2, 3], tensors, target, depths)
+
+
 def test_drafting_leaves_no_trace(drafter, tensors, target):
     """A block saw masks: nothing of it is kept."""
     rows = Rows(drafter)
@@ -232,7 +246,7 @@ def test_a_forgotten_key_is_free_again(drafter, target, tensors):
 def test_a_lagging_drafter_is_noticed(drafter):
     Rows(drafter).observe({1: 5})
     with pytest.raises(AssertionError, match="lags"):
-        drafter.draft([DraftRow(1, [1] * 7)])
+        drafter.draft([DraftRow(1, [1] * 7, drafter.depth)])
 
 
 # Tokens that wait
@@ -318,13 +332,12 @@ class Recorder:
         self.observe, self.forget = drafter.observe, drafter.forget
         self.num_pending, self.catch_up = drafter.num_pending, drafter.catch_up
         self.pending_bytes_per_row = drafter.pending_bytes_per_row
-        self.pending_bytes_per_row = drafter.pending_bytes_per_row
         self._drafter = drafter
         self.calls: list[tuple[list[DraftRow], Marginals]] = []
 
     def draft(self, rows: Sequence[DraftRow]) -> Marginals:
         found = self._drafter.draft(rows)
-        self.calls.append(([DraftRow(r.key, list(r.token_ids)) for r in rows], found))
+        self.calls.append(([DraftRow(r.key, list(r.token_ids), r.depth) for r in rows], found))
         return found
 
 
@@ -360,7 +373,7 @@ def test_the_engine_tells_the_drafter_all_it_should(tensors, tmp_path):
                 ).hidden_states
             features = torch.cat([states[tap + 1][0] for tap in TAPS], -1)
             logits = reference_logits(tensors, target, features, row.token_ids[-1])
-            assert_marginals(found, place, logits, tolerance=1e-2)
+            assert_marginals(found, place, logits, row.depth, tolerance=1e-2)
             checked += 1
     assert checked >= 15
 
@@ -483,7 +496,7 @@ def test_an_old_mask_id_at_the_top_level_is_read(target, tensors, tmp_path):
     config = edited(dflash_config__mask_token_id=None, mask_token_id=11)
     drafter = DFlashDrafter.load(write_checkpoint(tmp_path / "drafter", tensors, config), target)
     Rows(drafter).observe({1: 4})
-    found = drafter.draft([DraftRow(1, [1] * 5)])
+    found = drafter.draft([DraftRow(1, [1] * 5, drafter.depth)])
     assert 11 not in found.token_ids_RDK[found.log_probs_RDK > -np.inf]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from bastion_batch.core.acceptance import AcceptanceModel
 from bastion_batch.core.roofline import PassLoad
+from bastion_batch.engine.costs import DraftLoad
 from bastion_batch.engine.drafters import DraftRow, Marginals
 from bastion_batch.engine.drafters.fakes import MuteDrafter, RandomDrafter
 from bastion_batch.engine.overheads import DraftOverheads
@@ -38,10 +39,10 @@ class Costs:
         self.told: list[float] = []
         self._draft_seconds, self._per_row = draft_seconds, per_row
 
-    def draft_seconds(self, num_rows: int, context_tokens: int) -> float:
-        return self._draft_seconds + self._per_row * num_rows
+    def draft_seconds(self, load: DraftLoad) -> float:
+        return self._draft_seconds + self._per_row * load.num_rows
 
-    def observe_draft(self, num_rows: int, context_tokens: int, seconds: float) -> None:
+    def observe_draft(self, load: DraftLoad, seconds: float) -> None:
         self.told.append(seconds)
 
 

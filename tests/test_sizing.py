@@ -26,7 +26,7 @@ QWEN3_8B = ModelShape(
 def costs_of(flops: float, bandwidth: float, shape: ModelShape = QWEN3_8B) -> StepCosts:
     """A device that does exactly what its data sheet says."""
     speed = DeviceSpeed(flops, bandwidth, "made up")
-    return StepCosts(LatencyModel(shape, speed), None, 1)
+    return StepCosts(LatencyModel(shape, speed), None)
 
 
 GPU = (800e12, 4e12)

@@ -8,7 +8,7 @@ import pytest
 
 from bastion_batch.cluster.coordinator import Coordinator
 from bastion_batch.cluster.links import LocalLink
-from bastion_batch.cluster.node import usable_cores, worker_threads
+from bastion_batch.cluster.node import NodeShare, usable_cores
 from bastion_batch.cluster.run import coordinator_units
 from bastion_batch.cluster.scripted import ScriptedEngine, ScriptedEngines, scripted_ids
 from bastion_batch.cluster.worker import Worker, WorkerSpec
@@ -157,7 +157,7 @@ class TheseEngines(ScriptedEngines):
         super().__init__()
         object.__setattr__(self, "engine", engine)
 
-    def build(self, job, device, num_threads):
+    def build(self, job, device, share):
         return self.engine
 
 
@@ -236,9 +236,12 @@ def test_no_prompt_text_in_the_log(tmp_path):
 
 
 def test_threads_are_the_workers_share_of_the_cores():
-    assert worker_threads(3, 8) == 3
-    assert worker_threads("auto", 1) >= 1
-    assert worker_threads("auto", 10_000) == 1
+    assert NodeShare.of(3, 8, "cpu").num_threads == 3
+    assert NodeShare.of("auto", 1, "cpu").num_threads >= 1
+    assert NodeShare.of("auto", 10_000, "cpu").num_threads == 1
+    whole = NodeShare.of("auto", 1, "cpu").memory_share
+    assert NodeShare.of("auto", 4, "cpu").memory_share == whole / 4
+    assert NodeShare.of("auto", 4, "cuda").memory_share == whole
 
 
 def test_a_containers_cpu_limit_counts(tmp_path):

@@ -77,7 +77,7 @@ def tiny_drafter(target: Target, block_size: int = 6, seed: int = 0) -> DFlashDr
 
 def fixed_costs(target: Target) -> StepCosts:
     """A latency model that has measured nothing: cheap nodes, so that trees grow large."""
-    return StepCosts(LatencyModel(target.shape, DeviceSpeed(1e15, 1e6)), None, 1)
+    return StepCosts(LatencyModel(target.shape, DeviceSpeed(1e15, 1e6)), None)
 
 
 def tiny_engine(family: str = "llama", drafter=None, vocab_size: int = 97, **options) -> Engine:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from bastion_batch.cluster.node import NodeShare
 from bastion_batch.config import JobConfig
 from bastion_batch.errors import JobFileError
 from bastion_batch.records import Completion, Request, RowFault
@@ -80,7 +81,7 @@ class EngineSource(Protocol):
         """The target's tokenizer."""
         ...
 
-    def build(self, job: JobConfig, device: str, num_threads: int) -> DecodingEngine:
+    def build(self, job: JobConfig, device: str, share: NodeShare) -> DecodingEngine:
         """Load the models onto this process's device."""
         ...
 
@@ -110,9 +111,9 @@ class PretrainedEngines:
 
         return load_tokenizer(target.path)
 
-    def build(self, job: JobConfig, device: str, num_threads: int) -> DecodingEngine:
+    def build(self, job: JobConfig, device: str, share: NodeShare) -> DecodingEngine:
         """Load the models; sets the threads of this process, so torch must not have run yet."""
-        os.environ["OMP_NUM_THREADS"] = str(num_threads)  # Ray has set it to an actor's CPUs
+        os.environ["OMP_NUM_THREADS"] = str(share.num_threads)  # Ray has set it to an actor's CPUs
         from transformers.utils import logging as transformers_logging
 
         from bastion_batch.engine import Engine
@@ -128,7 +129,8 @@ class PretrainedEngines:
             nodes_per_row=job.decoding.nodes_per_row,
             max_nodes=job.decoding.max_nodes,
             max_batch=job.workers.max_batch,
-            threads=num_threads,
+            memory_share=share.memory_share,
+            threads=share.num_threads,
             baseline_bursts=True,
         )
 

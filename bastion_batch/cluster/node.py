@@ -4,15 +4,29 @@ import logging
 import math
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 _CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 
 
-def worker_threads(threads: int | str, workers_on_node: int) -> int:
-    """CPU threads of one worker: as the job says, or its share of the cores it may use."""
-    if isinstance(threads, int):
-        return threads
-    return max(1, usable_cores() // workers_on_node)
+MEMORY_SHARE = 0.8
+"""Part of a device's free memory that the caches of its workers may take together."""
+
+
+class NodeShare(NamedTuple):
+    """What one worker may take of its node."""
+
+    num_threads: int
+    memory_share: float
+    """Of the memory that is free on its device."""
+
+    @classmethod
+    def of(cls, threads: int | str, workers_on_node: int, device: str) -> "NodeShare":
+        """As many threads as the job says, else an equal share; a GPU is a worker's alone."""
+        if isinstance(threads, str):
+            threads = max(1, usable_cores() // workers_on_node)
+        sharers = workers_on_node if device == "cpu" else 1
+        return cls(threads, MEMORY_SHARE / sharers)
 
 
 def usable_cores(cpu_limit: Path = _CPU_LIMIT) -> int:

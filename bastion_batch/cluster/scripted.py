@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bastion_batch.cluster.engines import TargetFiles
+from bastion_batch.cluster.node import NodeShare
 from bastion_batch.config import JobConfig
 from bastion_batch.errors import ModelError
 from bastion_batch.records import (
@@ -220,8 +221,8 @@ class ScriptedEngines:
         """One token per byte."""
         return LetterTokenizer()
 
-    def build(self, job: JobConfig, device: str, num_threads: int) -> ScriptedEngine:
+    def build(self, job: JobConfig, device: str, share: NodeShare) -> ScriptedEngine:
         """An engine at this pace."""
         return ScriptedEngine(
-            max_batch=self.max_batch, step_seconds=self.step_seconds, threads=num_threads
+            max_batch=self.max_batch, step_seconds=self.step_seconds, threads=share.num_threads
         )

@@ -26,7 +26,7 @@ from bastion_batch.cluster.messages import (
     Wait,
     WorkerReport,
 )
-from bastion_batch.cluster.node import log_to_file, worker_threads
+from bastion_batch.cluster.node import NodeShare, log_to_file
 from bastion_batch.cluster.open_unit import OpenUnit
 from bastion_batch.config import JobConfig
 from bastion_batch.errors import OutputError
@@ -115,10 +115,10 @@ class Worker:
 
     def _work(self, plan: Plan) -> None:
         spec = self._spec
-        num_threads = worker_threads(spec.job.workers.threads, spec.workers_on_node)
+        share = NodeShare.of(spec.job.workers.threads, spec.workers_on_node, spec.device)
         logger.info("attempt %d: loading %s", spec.attempt, spec.job.model.target)
         self._plan = plan
-        self._engine = self._engines.build(spec.job, spec.device, num_threads)
+        self._engine = self._engines.build(spec.job, spec.device, share)
         self._renderer = PromptRenderer(spec.job.input, self._engine.tokenizer)
         info = {**as_mapping(self._engine.info), **self.place()._asdict()}
         logger.info("attempt %d: ready on %s", spec.attempt, info["device"])

@@ -144,3 +144,33 @@ class RowGates:
 
     def _new(self) -> DraftGate:
         return DraftGate(BatchGates.ROW_NOISE, self.MAX_WAIT)
+
+
+class DraftDepths:
+    """How deep each row is drafted: as deep as its trees go, and a little deeper.
+
+    Scoring a position is most of what drafting a row costs, and in a large batch few rows have
+    nodes beyond their first positions. A row's depth follows its trees: down by one a step, up at
+    once. A tree that could have gone deeper does so a step later.
+
+    Args:
+        max_depth: D; where every row begins.
+    """
+
+    MARGIN = 2
+    """Positions scored beyond the deepest node."""
+
+    def __init__(self, max_depth: int) -> None:
+        self._max_depth = max_depth
+        self._depths: dict[int, int] = {}
+
+    def of(self, keys: Sequence[int]) -> list[int]:
+        """Depths for the coming step; other rows are forgotten."""
+        self._depths = {key: self._depths.get(key, self._max_depth) for key in keys}
+        return list(self._depths.values())
+
+    def observe(self, keys: Sequence[int], tree_depths: Sequence[int]) -> None:
+        """Take note of how deep the trees of some rows went."""
+        for key, tree_depth in zip(keys, tree_depths, strict=True):
+            wanted = max(tree_depth + self.MARGIN, self._depths[key] - 1)
+            self._depths[key] = min(wanted, self._max_depth)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bastion_batch.engine.cache import KVCache, Slot
+from bastion_batch.engine.transfer import to_device
 
 CALL_PAIRS = (4096, 262_144)
 """(query, key) pairs that take as long as calling attention once more, on a CPU and on CUDA."""
@@ -102,7 +103,9 @@ class StorePlan:
             places.extend(range(first, first + count))
             start += count
         for slot, sources, places in tokens.values():
-            from_S, to_S = (_to(np.array(p, np.int64), cache.device) for p in (sources, places))
+            from_S, to_S = (
+                to_device(np.array(p, np.int64), cache.device) for p in (sources, places)
+            )
             self._parts.append((slot, from_S, to_S))
 
     def store(self, layer: int, keys_values: Tensor) -> None:
@@ -162,9 +165,9 @@ def _make_batch(cache: KVCache, rows: list[PassRow], start: int, num_q_heads: in
         start=start,
         stop=start + int(ends[-1]),
         num_keys=num_keys,
-        places_S=_to(np.repeat(first, sizes) + within, device),
-        pad_BT=_to(pad_BT.ravel(), device) if padded else None,
-        unpad_S=_to(unpad_S, device) if padded else None,
+        places_S=to_device(np.repeat(first, sizes) + within, device),
+        pad_BT=to_device(pad_BT.ravel(), device) if padded else None,
+        unpad_S=to_device(unpad_S, device) if padded else None,
         mask=_mask(cache, rows, longest, num_keys, num_q_heads // cache.num_kv_heads),
     )
 
@@ -185,8 +188,10 @@ def _mask(
         own_BTT[number, size:] = own_BTT[number, size - 1]
     if own_BTT.all() and (contexts == contexts[0]).all():
         return None
-    own = _to(own_BTT, cache.device)
-    beyond_BK = torch.arange(num_keys, device=cache.device) - _to(contexts, cache.device)[:, None]
+    own = to_device(own_BTT, cache.device)
+    beyond_BK = (
+        torch.arange(num_keys, device=cache.device) - to_device(contexts, cache.device)[:, None]
+    )
     in_own = (beyond_BK >= 0) & (beyond_BK < longest)
     at = beyond_BK.clamp(0, longest - 1)[:, None, :].expand(-1, longest, -1)
     visible = (beyond_BK < 0)[:, None, :] | (own.gather(2, at) & in_own[:, None, :])
@@ -207,8 +212,3 @@ def _attend(batch: _Batch, queries_SHD: Tensor, keys: Tensor, values: Tensor) ->
     out = out.view(num_rows, num_kv_heads, -1, group, head_dim).transpose(1, 2)
     out = out.reshape(-1, num_heads * head_dim)
     return out if batch.unpad_S is None else out[batch.unpad_S]
-
-
-def _to(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -2,13 +2,29 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, Self
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, NamedTuple, Self
 
 from bastion_batch.core.latency import LatencyModel
 from bastion_batch.core.roofline import ModelShape
+
+
+class DraftLoad(NamedTuple):
+    """What a draft pass has to do."""
+
+    num_positions: int
+    """Positions that are scored, over all rows."""
+    num_rows: int
+    context_tokens: int
+    """Cached tokens, summed over the rows."""
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """As a latency model counts: tokens, rows, context.
+
+        Every row has its root and the positions that are scored. Those that are not go through the
+        layers all the same, which is little beside the head, and proportional to the rows.
+        """
+        return self.num_positions + self.num_rows, self.num_rows, self.context_tokens
 
 
 class StepCosts:
@@ -21,27 +37,21 @@ class StepCosts:
     Args:
         verify_model: of the target's pass.
         draft_model: of the drafter's pass; None if there is none worth pricing.
-        width: tokens of a row in a draft pass.
     """
 
-    def __init__(
-        self, verify_model: LatencyModel, draft_model: LatencyModel | None, width: int
-    ) -> None:
+    def __init__(self, verify_model: LatencyModel, draft_model: LatencyModel | None) -> None:
         self.verify = verify_model
         self.draft = draft_model
         self.other_seconds = 1e-3
-        self._width = width
 
-    def draft_seconds(self, num_rows: int, context_tokens: int) -> float:
+    def draft_seconds(self, load: DraftLoad) -> float:
         """Predicted seconds of a draft pass."""
-        if self.draft is None or not num_rows:
-            return 0.0
-        return self.draft.seconds(num_rows * self._width, num_rows, context_tokens)
+        return 0.0 if self.draft is None else self.draft.seconds(*load.place)
 
-    def observe_draft(self, num_rows: int, context_tokens: int, seconds: float) -> None:
+    def observe_draft(self, load: DraftLoad, seconds: float) -> None:
         """Learn from a draft pass."""
         if self.draft is not None:
-            self.draft.observe(num_rows * self._width, num_rows, context_tokens, seconds)
+            self.draft.observe(*load.place, seconds)
 
     def observe_other(self, seconds: float) -> None:
         """Learn from the time of a step outside its passes."""
@@ -52,14 +62,6 @@ class StepCosts:
         self.verify.scale(factor)
         if self.draft is not None:
             self.draft.scale(factor)
-
-    def step_seconds(
-        self, num_tokens: NDArray[np.floating], num_rows: int, context_tokens: int, drafted: bool
-    ) -> NDArray[np.float64]:
-        """Predicted seconds of whole steps that verify so many tokens each."""
-        draft = self.draft_seconds(num_rows, context_tokens) if drafted else 0.0
-        verify_seconds = self.verify.seconds(num_tokens, num_rows, context_tokens)
-        return verify_seconds + draft + self.other_seconds
 
     def summary(self) -> dict[str, Any]:
         """The fitted models and how well they predict, JSON-able."""
@@ -79,7 +81,7 @@ class StepCosts:
 
     @classmethod
     def from_dict(
-        cls, target: ModelShape, drafter: ModelShape | None, width: int, data: Mapping[str, Any]
+        cls, target: ModelShape, drafter: ModelShape | None, data: Mapping[str, Any]
     ) -> Self:
         """Read what `to_dict` wrote for models of the same shapes.
 
@@ -89,7 +91,7 @@ class StepCosts:
         if (data["draft"] is None) != (drafter is None):
             raise ValueError("the costs are of an engine with another drafter")
         draft = LatencyModel.from_dict(drafter, data["draft"]) if drafter else None
-        costs = cls(LatencyModel.from_dict(target, data["verify"]), draft, width)
+        costs = cls(LatencyModel.from_dict(target, data["verify"]), draft)
         costs.other_seconds = float(data["other_seconds"])
         if not 0 < costs.other_seconds < math.inf:
             raise ValueError(f"other_seconds is {costs.other_seconds}")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bastion_batch.core.acceptance import AcceptanceModel
 from bastion_batch.engine.admission import Batch
 from bastion_batch.engine.books import Books
 from bastion_batch.engine.cache import Move
@@ -80,6 +81,7 @@ class Engine:
         memory_bytes: what caches and passes may take beside the models; None: a share of what is
             left now on the device, within the limits of the process's control groups.
         costs: latency models; measured now if None.
+        acceptance: what is known of the drafter; None begins with nothing learnt.
         baseline_bursts: decode plainly for 2 % of the steps, to measure the speedup.
         layout: how a pass suits the device, its own if None; it changes the speed and never the
             text.
@@ -101,6 +103,7 @@ class Engine:
         max_batch: int | Literal["auto"] = "auto",
         memory_bytes: int | None = None,
         costs: StepCosts | None = None,
+        acceptance: AcceptanceModel | None = None,
         baseline_bursts: bool = False,
         layout: PassLayout | None = None,
         names: tuple[str, str | None] = ("", None),
@@ -143,6 +146,7 @@ class Engine:
             max_context=self.max_context,
             nodes_per_row=nodes_per_row,
             max_nodes=max_nodes,
+            acceptance=acceptance,
         )
 
     @classmethod
@@ -158,7 +162,7 @@ class Engine:
         nodes_per_row: int = 16,
         max_nodes: int = 512,
         max_batch: int | Literal["auto"] = "auto",
-        memory_bytes: int | None = None,
+        memory_share: float = MEMORY_SHARE,
         threads: int | str = "auto",
         baseline_bursts: bool = False,
         profile: bool = True,
@@ -175,7 +179,7 @@ class Engine:
             nodes_per_row: see `Engine`.
             max_nodes: see `Engine`.
             max_batch: see `Engine`.
-            memory_bytes: see `Engine`.
+            memory_share: the part of the free memory that caches and passes may take.
             threads: CPU threads of this process; ``auto`` leaves them as they are.
             baseline_bursts: see `Engine`.
             profile: begin with what an earlier engine like this one learnt, if it is on file.
@@ -205,14 +209,13 @@ class Engine:
             nodes_per_row=nodes_per_row,
             max_nodes=max_nodes,
             max_batch=max_batch,
-            memory_bytes=memory_bytes,
+            memory_bytes=int(memory_share * available_bytes(where)),
             costs=costs_of(known, model, draft) if known else None,
+            acceptance=acceptance_of(known, draft.depth) if known and draft else None,
             baseline_bursts=baseline_bursts,
             names=(files.name, draft_files.name if draft_files else None),
         )
         engine._profile_key = key
-        if known and draft and (learnt := acceptance_of(known, draft.depth)):
-            engine._proposer.acceptance = learnt
         return engine
 
     def save_profile(self) -> None:

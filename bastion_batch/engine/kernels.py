@@ -5,17 +5,12 @@ dozen calls whose fixed costs come to a third of a decode pass; each of these lo
 They compute in float32 and round once. Everything else takes torch's own operations: see `suits`.
 """
 
-import logging
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from bastion_batch.core.compiled import compiled
 
 MAX_TOKENS = 64
 """Loops run on one core: with more tokens than this torch's own, on all cores, are faster."""
@@ -65,27 +60,14 @@ def _bits(tensor: Tensor) -> NDArray[np.uint16]:
 _NO_NORM = np.empty((0, 0), np.uint16)
 
 
-def _compiled(**options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:  # noqa: ANN401
-    """Compile at the first call, and keep the result for the next process where that is possible."""
-
-    def compiled(function: Callable[..., None]) -> Callable[..., None]:
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError as error:  # nowhere to write: numba says so at once
-            logger.info("compiled loops are not kept: %s", error)
-            return njit(**options)(function)
-
-    return compiled
-
-
-@_compiled(inline="always")
+@compiled(inline="always")
 def _widen(source, out):  # noqa: ANN001, ANN202
     """bfloat16 bits to float32 bits."""
     for i in range(len(source)):
         out[i] = np.uint32(source[i]) << np.uint32(16)
 
 
-@_compiled(inline="always")
+@compiled(inline="always")
 def _round(source, out):  # noqa: ANN001, ANN202
     """float32 bits to bfloat16 bits, to nearest, ties to even."""
     for i in range(len(source)):
@@ -93,7 +75,7 @@ def _round(source, out):  # noqa: ANN001, ANN202
         out[i] = np.uint16((source[i] + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
 
-@_compiled(fastmath=_FAST, error_model="numpy")
+@compiled(fastmath=_FAST, error_model="numpy")
 def _rms_norm(x_SE, weight_E, eps, out_SE):  # noqa: ANN001, ANN202
     size = x_SE.shape[1]
     bits = np.empty((2, size), np.uint32)
@@ -110,7 +92,7 @@ def _rms_norm(x_SE, weight_E, eps, out_SE):  # noqa: ANN001, ANN202
         _round(bits[0], out_SE[token])
 
 
-@_compiled(fastmath=_FAST, error_model="numpy")
+@compiled(fastmath=_FAST, error_model="numpy")
 def _rotate(heads_SHD, num_rotated, norm_HD, eps, cos_S1D, sin_S1D):  # noqa: ANN001, ANN202
     size = heads_SHD.shape[2]
     half = size // 2

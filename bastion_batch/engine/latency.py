@@ -24,7 +24,7 @@ from bastion_batch.engine.step import Work, verify
 from bastion_batch.engine.target import Target
 from bastion_batch.records import Request
 
-CALIBRATION_VERSION = 1
+CALIBRATION_VERSION = 2
 """Of the grids, the fit and what is kept of them: profiles of another version are not read."""
 
 MAX_CACHE_BYTES = 1 << 30
@@ -38,10 +38,19 @@ class Point(NamedTuple):
     """A pass to time."""
 
     num_tokens: int
-    """Of the verification pass, over all rows; a draft pass has its own width per row."""
+    """Over all rows."""
     num_rows: int
     context: int
     """Cached tokens of each row."""
+
+
+class DraftPoint(NamedTuple):
+    """A draft pass to time."""
+
+    depth: int
+    """Positions scored of each row, cut at the drafter's own depth."""
+    num_rows: int
+    context: int
 
 
 class Grid(NamedTuple):
@@ -50,9 +59,12 @@ class Grid(NamedTuple):
     verify: Sequence[Point]
     verify_seconds: float
     """No pass is begun that might not end within so long, but the first."""
-    draft: Sequence[Point]
+    draft: Sequence[DraftPoint]
     draft_seconds: float
 
+
+FULL = 1 << 10
+"""A depth that no drafter has."""
 
 COARSE = Grid(
     verify=[
@@ -64,7 +76,13 @@ COARSE = Grid(
         )
     ],
     verify_seconds=8.0,
-    draft=[Point(0, *point) for point in ((1, 128), (8, 128), (1, 1024), (16, 128), (4, 1024))],
+    draft=[
+        DraftPoint(*point)
+        for point in (
+            (FULL, 1, 128), (FULL, 8, 128), (2, 8, 128), (FULL, 1, 1024), (FULL, 16, 128),
+            (2, 1, 128), (4, 4, 128), (FULL, 4, 1024), (2, 16, 128),
+        )
+    ],
     draft_seconds=3.0,
 )  # fmt: skip
 """For the start of an engine: 15 seconds in all, models and micro-benchmark included."""
@@ -78,7 +96,7 @@ def _thorough() -> Grid:
     return Grid(
         verify=[*COARSE.verify, *random.Random(0).sample(further, len(further))],
         verify_seconds=34.0,
-        draft=[Point(0, *p) for p in product((1, 4, 16, 32), contexts)],
+        draft=[DraftPoint(*p) for p in product((FULL, 2, 4), (1, 4, 16, 32), contexts)],
         draft_seconds=9.0,
     )
 
@@ -118,11 +136,11 @@ def measure(target: Target, drafter: Drafter | None, *, thorough: bool = False) 
     verify_timings = time_verify(target, _taps(drafter), grid.verify, grid.verify_seconds)
     model.fit(verify_timings)
     if drafter is None or drafter.shape is None:
-        return Calibration(StepCosts(model, None, 1), verify_timings, [])
+        return Calibration(StepCosts(model, None), verify_timings, [])
     draft = LatencyModel(drafter.shape, speed)
     draft_timings = time_draft(target, drafter, grid.draft, grid.draft_seconds)
     draft.fit(draft_timings)
-    return Calibration(StepCosts(model, draft, drafter.depth + 1), verify_timings, draft_timings)
+    return Calibration(StepCosts(model, draft), verify_timings, draft_timings)
 
 
 @torch.inference_mode()
@@ -171,22 +189,24 @@ def time_verify(
 
 
 def time_draft(
-    target: Target, drafter: Drafter, points: Iterable[Point], max_seconds: float
+    target: Target, drafter: Drafter, points: Iterable[DraftPoint], max_seconds: float
 ) -> list[Timing]:
     """Time draft passes in turn, as many as fit into `max_seconds`, the first in any case.
 
-    Their `num_tokens` is the width of a draft, whatever the point says. See `time_verify`.
+    Their `num_tokens` is as `DraftLoad` counts them. See `time_verify`.
     """
-    width = drafter.depth + 1
     num_features = len(drafter.taps) * target.stack.config.hidden_size
     timings: list[Timing] = []
-    whole = (point._replace(num_tokens=point.num_rows * width) for point in points)
-    for num_tokens, num_rows, context in _in_time(_possible(target, whole), max_seconds):
+    passes = (
+        Point(p.num_rows * (1 + min(p.depth, drafter.depth)), p.num_rows, p.context) for p in points
+    )
+    for num_tokens, num_rows, context in _in_time(_possible(target, passes), max_seconds):
         features = torch.zeros(context, num_features, dtype=target.dtype, device=target.device)
         keys = [-1 - row for row in range(num_rows)]
         for key in keys:
             drafter.observe([key], [context], features)
-        rows = [DraftRow(key, [1] * (context + 1)) for key in keys]
+        depth = num_tokens // num_rows - 1
+        rows = [DraftRow(key, [1] * (context + 1), depth) for key in keys]
         seconds = median_seconds(lambda r=rows: drafter.draft(r), target.device)
         timings.append(Timing(num_tokens, num_rows, num_rows * context, seconds))
         for key in keys:

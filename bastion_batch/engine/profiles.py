@@ -128,9 +128,8 @@ def costs_of(profile: Profile, target: Target, drafter: Drafter | None) -> StepC
     cannot be read: calibrate then.
     """
     shape = drafter.shape if drafter else None
-    width = drafter.depth + 1 if drafter and shape else 1
     try:
-        costs = StepCosts.from_dict(target.shape, shape, width, profile.costs)
+        costs = StepCosts.from_dict(target.shape, shape, profile.costs)
     except (KeyError, TypeError, ValueError) as error:
         logger.warning("the costs in a profile are ignored: %r", error)
         return None

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bastion_batch.core.acceptance import AcceptanceModel, outcomes_of, sampling_group
-from bastion_batch.core.budget import BatchGates, Budget, RowGates, best_budget
+from bastion_batch.core.budget import BatchGates, Budget, DraftDepths, RowGates, best_budget
 from bastion_batch.core.roofline import PassLoad
 from bastion_batch.core.tree import (
     ROOT_ONLY,
@@ -20,7 +20,7 @@ from bastion_batch.core.tree import (
     take_first,
     take_per_row,
 )
-from bastion_batch.engine.costs import StepCosts
+from bastion_batch.engine.costs import DraftLoad, StepCosts
 from bastion_batch.engine.drafters import Drafter, DraftRow, Marginals
 from bastion_batch.engine.limits import Allowed, allowed
 from bastion_batch.engine.overheads import DraftOverheads
@@ -42,6 +42,7 @@ class Proposal(NamedTuple):
     """Of the rows that were drafted, among all that decode."""
     allowed: Allowed
     """Of those rows."""
+    load: DraftLoad
     is_caught_up: bool
     """Whether the drafter had kept up with the rows: only the last step's tokens were new to it."""
     catch_up_seconds: float
@@ -112,6 +113,7 @@ class Proposer:
         self._calibrated = calibrated
         self._batch_gates = BatchGates()
         self._row_gates = RowGates()
+        self._depths = DraftDepths(drafter.depth if drafter else 1)
         self._overheads = DraftOverheads()
         self._last_budget = 0
         self.acceptance = acceptance or AcceptanceModel(drafter.depth if drafter else 1)
@@ -146,19 +148,38 @@ class Proposer:
         start = time.perf_counter()
         drafter.catch_up(keys)
         caught_up = time.perf_counter()
-        marginals = drafter.draft([DraftRow(row.key, row.token_ids) for row in drafted])
+        depths = self._depths_of(drafter, drafted)
+        marginals = drafter.draft(
+            [
+                DraftRow(row.key, row.token_ids, depth)
+                for row, depth in zip(drafted, depths, strict=True)
+            ]
+        )
         pass_seconds = time.perf_counter() - caught_up
         context = sum(row.context_length for row in drafted)
-        predicted_seconds = self._costs.draft_seconds(len(drafted), context)
-        self._costs.observe_draft(len(drafted), context, pass_seconds)
+        load = DraftLoad(sum(depths), len(drafted), context)
+        predicted_seconds = self._costs.draft_seconds(load)
+        self._costs.observe_draft(load, pass_seconds)
         return Proposal(
             places=places,
             allowed=allowed(marginals, drafted, self._end_ids),
+            load=load,
             is_caught_up=is_caught_up,
             catch_up_seconds=caught_up - start,
             pass_seconds=pass_seconds,
             predicted_seconds=predicted_seconds,
         )
+
+    def _depths_of(self, drafter: Drafter, rows: list[Row]) -> list[int]:
+        """Positions in which each row's tree may have a node."""
+        longest = [min(drafter.depth, row.max_tree_depth(self._max_context)) for row in rows]
+        if self._method == "bastion":
+            wanted = self._depths.of([row.key for row in rows])
+        else:
+            wanted = [drafter.depth if self._method == "dflash" else self._nodes_per_row] * len(
+                rows
+            )
+        return [min(pair) for pair in zip(longest, wanted, strict=True)]
 
     def grow(
         self, rows: list[Row], proposal: Proposal | None, chunks: Sequence[Work] = ()
@@ -201,7 +222,7 @@ class Proposer:
             budget = self._budget(rows, candidates, chunks, drafting_seconds)
         planted = plant(candidates, self._taken(candidates, budget), len(drafted))
         if budget is not None:
-            self._judge_rows(drafted, planted, budget)
+            self._judge_rows(drafted, planted, budget, proposal.load)
         trees = [ROOT_ONLY] * len(rows)
         for place, tree in zip(proposal.places, planted, strict=True):
             trees[place] = tree
@@ -271,19 +292,27 @@ class Proposer:
         self._last_budget = budget.num_nodes
         return budget
 
-    def _judge_rows(self, rows: list[Row], trees: list[DraftTree], budget: Budget) -> None:
-        """Hold what each row gains against the tokens that drafting it costs the batch."""
+    def _judge_rows(
+        self, rows: list[Row], trees: list[DraftTree], budget: Budget, load: DraftLoad
+    ) -> None:
+        """Learn how deep each row is worth drafting, and whether it is.
+
+        What a row gains is held against the tokens that drafting it costs the batch.
+        """
+        keys = [row.key for row in rows]
+        self._depths.observe(keys, [max(tree.depths) for tree in trees])
         others = len(rows) // 2
         if not others:
             return
-        context = sum(row.context_length for row in rows) / len(rows)
-        most, fewer = (
-            self._costs.draft_seconds(number, int(number * context))
-            for number in (len(rows), len(rows) - others)
+        share = 1 - others / len(rows)
+        fewer = DraftLoad(
+            round(share * load.num_positions),
+            len(rows) - others,
+            round(share * load.context_tokens),
         )
-        cost = (most - fewer) / others * budget.tokens_per_second
-        gains = [tree.expected_tokens - 1 - cost for tree in trees]
-        self._row_gates.observe([row.key for row in rows], gains)
+        saved_seconds = self._costs.draft_seconds(load) - self._costs.draft_seconds(fewer)
+        cost = saved_seconds / others * budget.tokens_per_second
+        self._row_gates.observe(keys, [tree.expected_tokens - 1 - cost for tree in trees])
 
 
 def _load(tokens_N: NDArray[np.float64], rows: list[Row], chunks: Sequence[Work]) -> PassLoad:

@@ -29,6 +29,8 @@ class DraftRow(NamedTuple):
     key: int
     """Unique among the rows the drafter keeps."""
     token_ids: Sequence[int]
+    depth: int
+    """Positions that are wanted, at most D; a drafter may leave out those beyond."""
 
 
 class Drafter(Protocol):

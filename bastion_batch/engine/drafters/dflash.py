@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -33,6 +33,7 @@ from bastion_batch.engine.drafters.pending import PendingTaps
 from bastion_batch.engine.drafters.ranking import best_tokens
 from bastion_batch.engine.linear import Linear
 from bastion_batch.engine.target import Target
+from bastion_batch.engine.transfer import to_device
 from bastion_batch.engine.transformer import (
     DecoderStack,
     Layer,
@@ -185,10 +186,8 @@ class DFlashDrafter:
             [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
         )
         plan = StorePlan(self._cache, slots, counts)
-        fused = self._fuse(features_SF)
-        fused = F.rms_norm(fused, fused.shape[-1:], self._fuse_norm, self._stack.config.norm_eps)
-        device = self._target.device
-        at = torch.from_numpy(positions).to(device)
+        fused = self._stack.norm(self._fuse(features_SF), self._fuse_norm)
+        at = to_device(positions, self._target.device)
         cos, sin = self._stack.rotary.at(at, int(positions.max()))
         for number, layer in enumerate(self._stack.layers):
             _, keys_values = self._stack.project(layer, fused, cos, sin)
@@ -197,7 +196,7 @@ class DFlashDrafter:
             slot.length += count
 
     def draft(self, rows: Sequence[DraftRow]) -> Marginals:
-        """One pass over all rows' blocks, every row at its own context length."""
+        """One pass over all rows' blocks, every row at its own context length and depth."""
         self.catch_up([row.key for row in rows])
         width = self.depth + 1
         order = pass_order([self._slots[row.key] for row in rows], [False] * len(rows))
@@ -214,11 +213,10 @@ class DFlashDrafter:
         blocks[:, 0] = [rows[place].token_ids[-1] for place in order]
         positions = np.array([slot.length for slot in slots])[:, None] + np.arange(width)
         device = self._target.device
-        hidden = F.embedding(torch.from_numpy(blocks.ravel()).to(device), self._target.embedding)
-        at = torch.from_numpy(positions.ravel()).to(device)
+        hidden = F.embedding(to_device(blocks.ravel(), device), self._target.embedding)
+        at = to_device(positions.ravel(), device)
         out = self._stack.forward(hidden, at, int(positions.max()), plan).hidden_SE
-        masked = out.unflatten(0, (len(rows), width))[:, 1:].flatten(0, 1)
-        return self._best(masked, order)
+        return self._best(out, np.array([rows[place].depth for place in order]), order)
 
     def forget(self, key: int) -> None:
         """Close the row's slot."""
@@ -227,12 +225,19 @@ class DFlashDrafter:
         if slot is not None:
             self._cache.close(slot)
 
-    def _best(self, hidden_SE: Tensor, order: list[int]) -> Marginals:
-        """The K best tokens of every masked slot, back in the caller's order of rows."""
-        best = best_tokens(self._target.logits(hidden_SE), NUM_RANKS, self._mask_token_id)
-        shape = (len(order), self.depth, -1)
+    def _best(self, hidden_SE: Tensor, depths_R: NDArray[np.intp], order: list[int]) -> Marginals:
+        """The K best tokens of the wanted masked slots, back in the caller's order of rows.
+
+        Only those go through the head, which is most of a draft pass.
+        """
+        wanted_RD = np.arange(self.depth) < depths_R[:, None]
+        slots_RD = np.arange(len(hidden_SE)).reshape(len(order), -1)[:, 1:]
+        hidden = hidden_SE[to_device(slots_RD[wanted_RD], hidden_SE.device)]
+        best = best_tokens(self._target.logits(hidden), NUM_RANKS, self._mask_token_id)
+        log_probs_SK, token_ids_SK = (values.cpu().numpy() for values in best)
+        shape = (*wanted_RD.shape, log_probs_SK.shape[1])
+        log_probs_RDK = np.full(shape, -np.inf, log_probs_SK.dtype)
+        token_ids_RDK = np.zeros(shape, token_ids_SK.dtype)
+        log_probs_RDK[wanted_RD], token_ids_RDK[wanted_RD] = log_probs_SK, token_ids_SK
         back = np.argsort(order)
-        return Marginals(
-            best.log_probs_SK.cpu().numpy().reshape(shape)[back],
-            best.token_ids_SK.cpu().numpy().reshape(shape)[back],
-        )
+        return Marginals(log_probs_RDK[back], token_ids_RDK[back])

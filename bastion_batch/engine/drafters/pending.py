@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bastion_batch.engine.transfer import to_device
+
 PLACES_PER_ROW = 64
 """Tokens of a row that wait at most. Projecting so many at once costs little more per token than
 projecting a thousand."""
@@ -101,7 +103,4 @@ class PendingTaps:
         self._buffer = grown
 
     def _index(self, places: list[int]) -> Tensor:
-        index = torch.from_numpy(np.array(places, np.int64))
-        if self._buffer.device.type == "cpu":
-            return index
-        return index.pin_memory().to(self._buffer.device, non_blocking=True)
+        return to_device(np.array(places, np.int64), self._buffer.device)
