@@ -182,17 +182,22 @@ class Rows:
         self.drafter.forget(key)
         del self.told[key]
 
-    def assert_drafts(self, keys: Sequence[int], tensors, target, depths=None) -> None:
-        depths = depths or [self.drafter.depth] * len(keys)
-        roots = {key: (7 * key + len(self.told[key])) % VOCAB for key in keys}
+    def root(self, key: int) -> int:
+        return (7 * key + len(self.told[key])) % VOCAB
+
+    def draft(self, keys: Sequence[int], depths: Sequence[int] | None = None) -> Marginals:
         rows = [
-            DraftRow(key, [1] * len(self.told[key]) + [roots[key]], depth)
-            for key, depth in zip(keys, depths, strict=True)
+            DraftRow(key, [1] * len(self.told[key]) + [self.root(key)], depth)
+            for key, depth in zip(keys, depths or [self.drafter.depth] * len(keys), strict=True)
         ]
         with torch.inference_mode():
-            found = self.drafter.draft(rows)
+            return self.drafter.draft(rows)
+
+    def assert_drafts(self, keys: Sequence[int], tensors, target, depths=None) -> None:
+        depths = depths or [self.drafter.depth] * len(keys)
+        found = self.draft(keys, depths)
         for place, key in enumerate(keys):
-            logits = reference_logits(tensors, target, self.told[key], roots[key])
+            logits = reference_logits(tensors, target, self.told[key], self.root(key))
             assert_marginals(found, place, logits, depths[place])
 
 
@@ -331,6 +336,7 @@ class Recorder:
         self.caches, self.reserve, self.share = drafter.caches, drafter.reserve, drafter.share
         self.observe, self.forget = drafter.observe, drafter.forget
         self.num_pending, self.catch_up = drafter.num_pending, drafter.catch_up
+        self.narrow = drafter.narrow
         self.pending_bytes_per_row = drafter.pending_bytes_per_row
         self._drafter = drafter
         self.calls: list[tuple[list[DraftRow], Marginals]] = []
@@ -503,3 +509,19 @@ def test_an_old_mask_id_at_the_top_level_is_read(target, tensors, tmp_path):
 def test_harmless_options_are_accepted(target, tensors, tmp_path):
     config = edited(is_causal=False, use_cache=True, dflash_config__causal_head=False)
     DFlashDrafter.load(write_checkpoint(tmp_path / "drafter", tensors, config), target)
+
+
+def test_a_narrow_drafter_proposes_the_first_tokens_only(drafter, tensors, target):
+    rows = Rows(drafter)
+    rows.observe({1: 6, 2: 3})
+    whole = rows.draft([1, 2])
+    drafter.narrow(20)
+    narrow = rows.draft([1, 2])
+    drafter.narrow(VOCAB)
+    assert narrow.token_ids_RDK.max() < 20
+    for place in range(2):
+        for depth in range(drafter.depth):
+            first = [int(t) for t in whole.token_ids_RDK[place, depth] if t < 20]
+            assert narrow.token_ids_RDK[place, depth, : len(first)].tolist() == first
+    again = rows.draft([1, 2])
+    np.testing.assert_array_equal(again.log_probs_RDK, whole.log_probs_RDK)

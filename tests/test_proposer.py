@@ -86,6 +86,7 @@ def proposer_of(drafter, costs=None, method="bastion", **options) -> Proposer:
         method,
         costs or Costs(),
         end_ids=frozenset({1}),
+        vocab_size=512,
         max_context=512,
         nodes_per_row=8,
         max_nodes=64,

@@ -143,6 +143,7 @@ class Engine:
             method if drafter is not None else "ar",
             self._costs,
             end_ids=target.ids.end,
+            vocab_size=target.ids.vocab_size,
             max_context=self.max_context,
             nodes_per_row=nodes_per_row,
             max_nodes=max_nodes,

@@ -20,6 +20,7 @@ from bastion_batch.core.tree import (
     take_first,
     take_per_row,
 )
+from bastion_batch.core.vocabulary import DraftVocabulary
 from bastion_batch.engine.costs import DraftLoad, StepCosts
 from bastion_batch.engine.drafters import Drafter, DraftRow, Marginals
 from bastion_batch.engine.limits import Allowed, allowed
@@ -83,6 +84,7 @@ class Proposer:
             best of the batch, as many as make the step fastest per token.
         costs: what passes take; learns from the draft passes.
         end_ids: tokens after which nothing can follow.
+        vocab_size: token ids of the target.
         max_context: most tokens of a row.
         nodes_per_row: of `ddtree`.
         max_nodes: of a pass, for `bastion`.
@@ -97,6 +99,7 @@ class Proposer:
         costs: StepCosts,
         *,
         end_ids: frozenset[int],
+        vocab_size: int,
         max_context: int,
         nodes_per_row: int,
         max_nodes: int,
@@ -114,6 +117,7 @@ class Proposer:
         self._batch_gates = BatchGates()
         self._row_gates = RowGates()
         self._depths = DraftDepths(drafter.depth if drafter else 1)
+        self._vocabulary = DraftVocabulary(vocab_size)
         self._overheads = DraftOverheads()
         self._last_budget = 0
         self.acceptance = acceptance or AcceptanceModel(drafter.depth if drafter else 1)
@@ -264,6 +268,9 @@ class Proposer:
 
     def learn(self, verified: Sequence[Verified]) -> None:
         """Take in which nodes were accepted, of those whose parent was."""
+        if self._drafter is None:
+            return
+        self._learn_vocabulary(self._drafter, verified)
         if self._method != "bastion":
             return
         trees = [(one, one.work.tree) for one in verified if one.work.tree is not None]
@@ -274,6 +281,15 @@ class Proposer:
         )
         if outcomes.num_outcomes:
             self.acceptance.observe(outcomes)
+
+    def _learn_vocabulary(self, drafter: Drafter, verified: Sequence[Verified]) -> None:
+        before = self._vocabulary.num_ids
+        self._vocabulary.observe(
+            [token for one in verified for token in one.token_ids],
+            [token for one in verified for token in one.token_ids[: len(one.path)]],
+        )
+        if self._vocabulary.num_ids != before:
+            drafter.narrow(self._vocabulary.num_ids)
 
     def _budget(
         self,

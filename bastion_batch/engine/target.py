@@ -42,13 +42,15 @@ class Target:
         self,
         stack: DecoderStack,
         embedding: Tensor,
-        head: Linear,
+        head: Tensor,
         ids: TokenIds,
         device: torch.device,
     ) -> None:
         self.stack = stack
         self.embedding = embedding
-        self.head = head
+        self.head = Linear(head)
+        self._head_weight = head
+        self._first_head: tuple[int, Linear] | None = None
         self.ids = ids
         self.device = device
 
@@ -92,7 +94,7 @@ class Target:
         ]
         rotary = Rotary(module.config, embedding.dtype, device)
         stack = DecoderStack(stack_config, layers, tensors["model.norm.weight"], rotary)
-        return cls(stack, embedding, Linear(head), _token_ids(module), device)
+        return cls(stack, embedding, head, _token_ids(module), device)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -126,6 +128,17 @@ class Target:
     def logits(self, hidden_SE: Tensor) -> Tensor:
         """Logits `[S, V]` of the real vocabulary."""
         return self.head(hidden_SE)[:, : self.ids.vocab_size]
+
+    def first_logits(self, hidden_SE: Tensor, num_ids: int) -> Tensor:
+        """Logits `[S, num_ids]` of the first token ids: less of the head is read.
+
+        The part of the head is kept until another one is asked for.
+        """
+        if num_ids >= self.ids.vocab_size:
+            return self.logits(hidden_SE)
+        if self._first_head is None or self._first_head[0] != num_ids:
+            self._first_head = (num_ids, Linear(self._head_weight[:num_ids]))
+        return self._first_head[1](hidden_SE)
 
 
 def require_supported(config: Any) -> None:  # noqa: ANN401 - any transformers config

@@ -75,6 +75,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def narrow(self, num_ids: int) -> None:
+        """Only token ids below this are worth proposing from now on; others may be left out."""
+        ...
+
     def num_pending(self, key: int) -> int:
         """Context tokens of a row that were put by."""
         ...

@@ -64,6 +64,7 @@ class DFlashDrafter:
         self.depth = block_size - 1
         self.taps = taps
         self._target = target
+        self._num_ids = target.ids.vocab_size
         self._stack = stack
         self._fuse = fuse
         self._fuse_norm = fuse_norm
@@ -168,6 +169,10 @@ class DFlashDrafter:
             else:
                 self._project([key], [count], features)
 
+    def narrow(self, num_ids: int) -> None:
+        """Score only the token ids below this from now on."""
+        self._num_ids = num_ids
+
     def num_pending(self, key: int) -> int:
         """Context tokens of a row that `catch_up` has yet to project."""
         return self._pending.num_tokens(key)
@@ -233,7 +238,9 @@ class DFlashDrafter:
         wanted_RD = np.arange(self.depth) < depths_R[:, None]
         slots_RD = np.arange(len(hidden_SE)).reshape(len(order), -1)[:, 1:]
         hidden = hidden_SE[to_device(slots_RD[wanted_RD], hidden_SE.device)]
-        best = best_tokens(self._target.logits(hidden), NUM_RANKS, self._mask_token_id)
+        best = best_tokens(
+            self._target.first_logits(hidden, self._num_ids), NUM_RANKS, self._mask_token_id
+        )
         log_probs_SK, token_ids_SK = (values.cpu().numpy() for values in best)
         shape = (*wanted_RD.shape, log_probs_SK.shape[1])
         log_probs_RDK = np.full(shape, -np.inf, log_probs_SK.dtype)

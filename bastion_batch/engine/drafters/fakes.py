@@ -28,6 +28,9 @@ class _Stateless:
     def observe(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
         """Nothing is kept."""
 
+    def narrow(self, num_ids: int) -> None:
+        """Nothing is saved by it."""
+
     def num_pending(self, key: int) -> int:
         """Nothing is put by."""
         return 0
