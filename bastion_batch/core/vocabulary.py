@@ -15,7 +15,7 @@ PARTS = (1 / 8, 1 / 4, 1 / 2)
 """Parts of the vocabulary that are tried, the smallest first."""
 MAX_LOST = 0.01
 """Share of the accepted tokens that may lie beyond the part."""
-MIN_ACCEPTED = 200
+MIN_ACCEPTED = 100
 """Accepted tokens that must have been seen before anything is left out."""
 ALIGNMENT = 256
 
