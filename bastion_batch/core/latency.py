@@ -90,6 +90,10 @@ class LatencyModel:
         factors = self.correction.factors(load.num_tokens, load.num_rows, load.context_tokens)
         return self._prices.of(load) * factors
 
+    def base_seconds(self, load: PassLoad) -> float:
+        """The roofline of a pass, without what was learnt since it was fitted."""
+        return float(self._prices.of(load))
+
     def observe(self, num_tokens: int, num_rows: int, context_tokens: int, seconds: float) -> None:
         """Learn from a pass without prompts that took `seconds`."""
         predicted = self.seconds(num_tokens, num_rows, context_tokens)

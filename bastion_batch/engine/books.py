@@ -88,7 +88,7 @@ class Books:
         if plan.prefill_tokens:
             return
         num_rows, context = plan.num_decoding, sum(plan.contexts.values())
-        self._costs.verify.observe(plan.num_tokens, num_rows, context, seconds["verify"])
+        self._costs.observe_verify(plan.num_tokens, num_rows, context, seconds["verify"])
         self._costs.observe_other(seconds["step"] - seconds["verify"] - drafting_seconds)
 
     def enter(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
 from bastion_batch.core.latency import LatencyModel
-from bastion_batch.core.roofline import ModelShape
+from bastion_batch.core.roofline import ModelShape, PassLoad
 
 
 class DraftLoad(NamedTuple):
@@ -27,6 +27,30 @@ class DraftLoad(NamedTuple):
         return self.num_positions + self.num_rows, self.num_rows, self.context_tokens
 
 
+class _PlainPasses:
+    """How long plain passes take, as factors of the roofline; one per power of two of the rows."""
+
+    RATE = 0.1
+
+    def __init__(self, model: LatencyModel) -> None:
+        self._model = model
+        self._log_factors: dict[int, float] = {}
+
+    def seconds(self, num_rows: int, context_tokens: int) -> float:
+        known = self._log_factors.get(num_rows.bit_length())
+        if known is None:
+            return self._model.seconds(num_rows, num_rows, context_tokens)
+        return self._base(num_rows, context_tokens) * math.exp(known)
+
+    def observe(self, num_rows: int, context_tokens: int, seconds: float) -> None:
+        factor = math.log(seconds / self._base(num_rows, context_tokens))
+        known = self._log_factors.setdefault(num_rows.bit_length(), factor)
+        self._log_factors[num_rows.bit_length()] += self.RATE * (factor - known)
+
+    def _base(self, num_rows: int, context_tokens: int) -> float:
+        return self._model.base_seconds(PassLoad.of(num_rows, num_rows, context_tokens))
+
+
 class StepCosts:
     """Predicted seconds of the parts of a step, each corrected by what is observed.
 
@@ -43,6 +67,23 @@ class StepCosts:
         self.verify = verify_model
         self.draft = draft_model
         self.other_seconds = 1e-3
+        self._plain = _PlainPasses(verify_model)
+
+    def plain_seconds(self, num_rows: int, context_tokens: int) -> float:
+        """Predicted seconds of a verification pass without nodes: what drafting is held against.
+
+        From plain passes of about as many rows, if there were any. The model is also moved by
+        passes with trees, whose rows are uneven, and those may become all that it sees.
+        """
+        return self._plain.seconds(num_rows, context_tokens)
+
+    def observe_verify(
+        self, num_tokens: int, num_rows: int, context_tokens: int, seconds: float
+    ) -> None:
+        """Learn from a verification pass without prompts."""
+        self.verify.observe(num_tokens, num_rows, context_tokens, seconds)
+        if num_tokens == num_rows:
+            self._plain.observe(num_rows, context_tokens, seconds)
 
     def draft_seconds(self, load: DraftLoad) -> float:
         """Predicted seconds of a draft pass."""

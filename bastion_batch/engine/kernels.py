@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bastion_batch.core.compiled import compiled
 
-MAX_TOKENS = 64
+MAX_TOKENS = 128
 """Loops run on one core: with more tokens than this torch's own, on all cores, are faster."""
 
 _FAST = {"reassoc", "contract", "nsz"}  # sums may be reordered; infinities and NaN stay

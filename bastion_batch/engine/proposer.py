@@ -301,10 +301,15 @@ class Proposer:
         """The batch's budget; the gate of its size learns whether drafting paid."""
         num_rows = len(rows)
         tokens_N = num_rows + np.arange(len(candidates) + 1.0)
-        plain_N = self._costs.verify.seconds_of(_load(tokens_N, rows, chunks))
-        plain_N = plain_N + self._costs.other_seconds
-        budget = best_budget(candidates.log_scores_N, num_rows, plain_N + drafting_seconds)
-        self._batch_gates.observe(num_rows, budget.tokens_per_second, num_rows / float(plain_N[0]))
+        seconds_N = self._costs.verify.seconds_of(_load(tokens_N, rows, chunks))
+        plain_seconds = float(seconds_N[0])
+        if not chunks:
+            context = sum(row.context_length for row in rows)
+            plain_seconds = self._costs.plain_seconds(num_rows, context)
+        seconds_N = seconds_N + self._costs.other_seconds
+        plain_rate = num_rows / (plain_seconds + self._costs.other_seconds)
+        budget = best_budget(candidates.log_scores_N, num_rows, seconds_N + drafting_seconds)
+        self._batch_gates.observe(num_rows, budget.tokens_per_second, plain_rate)
         self._last_budget = budget.num_nodes
         return budget
 

@@ -43,7 +43,7 @@ from bastion_batch.engine.transformer import (
 )
 from bastion_batch.errors import ModelError
 
-NUM_RANKS = 64
+NUM_RANKS = 32
 """K: candidates kept per position. A tree of 512 nodes seldom asks for more at one position."""
 
 
