@@ -169,6 +169,7 @@ def setting(tmp_path_factory):
         "seconds": 0.1,
         "block_steps": 3,
         "warm_up_row_steps": 6,
+        "warm_up_steps": 5,
         "nodes_per_row": (1, 4),
     }
 

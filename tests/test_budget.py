@@ -192,17 +192,17 @@ def test_rows_are_drafted_a_little_deeper_than_their_trees_go():
     depths.observe([1], [3])
     assert depths.of([1, 2]) == [5, 8], "a tree that reached its row's depth may go on"
     depths.observe([1], [0])
-    assert depths.of([1, 2]) == [4, 8], "one shallow tree takes little away"
+    assert depths.of([1, 2]) == [3, 8], "one shallow tree takes little away"
 
 
-def test_the_depths_of_rows_that_leave_are_forgotten():
+def test_a_new_row_begins_where_rows_of_such_a_batch_are():
     depths = DraftDepths(8)
     for _ in range(9):
-        depths.of([1])
-        depths.observe([1], [0])
+        depths.of([1, 2])
+        depths.observe([1, 2], [0, 1])
     assert depths.of([1]) == [2]
-    depths.of([2])
-    assert depths.of([1]) == [8]
+    assert depths.of([3, 4]) == [3, 3], "the mean, rounded up; row 1 is forgotten"
+    assert depths.of([5]) == [8], "of another batch size nothing is known"
 
 
 def test_rows_that_leave_are_forgotten():

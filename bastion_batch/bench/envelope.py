@@ -113,7 +113,7 @@ def _choose(
     progress("warming up")
     arms = _promising(arms, batch_size)
     if "bastion" in config.methods:
-        steps = max(config.block_steps, config.warm_up_row_steps // batch_size)
+        steps = max(config.warm_up_steps, config.warm_up_row_steps // batch_size)
         run_block(Arm("bastion", rows, "bastion"), steps)
     phase = _phase(arms, bench, CHOOSING_SHARE, lambda line: progress(f"choosing, {line}"))
     rows.drain()

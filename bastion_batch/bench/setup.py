@@ -45,6 +45,8 @@ class BenchConfig:
     """Counted steps of one arm's turn."""
     warm_up_row_steps: int = 400
     """Steps of rows that `bastion` decodes before anything counts: it learns what is accepted."""
+    warm_up_steps: int = 100
+    """And steps of the whole batch, at least: it learns whether drafting pays."""
     num_prompts: int = 100
     max_new_tokens: int = 256
     temperature: float = 0.0

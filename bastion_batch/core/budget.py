@@ -150,27 +150,38 @@ class DraftDepths:
     """How deep each row is drafted: as deep as its trees go, and a little deeper.
 
     Scoring a position is most of what drafting a row costs, and in a large batch few rows have
-    nodes beyond their first positions. A row's depth follows its trees: down by one a step, up at
-    once. A tree that could have gone deeper does so a step later.
+    nodes beyond their first positions. A row's depth follows its trees: down slowly, up at once.
+    A tree that could have gone deeper does so a step later. A new row begins where rows of a batch
+    of this size usually are.
 
     Args:
-        max_depth: D; where every row begins.
+        max_depth: D; where the first rows of a batch size begin.
     """
 
     MARGIN = 2
     """Positions scored beyond the deepest node."""
+    MAX_FALL = 2
+    """Positions fewer from one step to the next."""
+    RATE = 0.1
+    """Of the running mean of what rows of a batch size want."""
 
     def __init__(self, max_depth: int) -> None:
         self._max_depth = max_depth
         self._depths: dict[int, int] = {}
+        self._usual: dict[int, float] = {}
 
     def of(self, keys: Sequence[int]) -> list[int]:
         """Depths for the coming step; other rows are forgotten."""
-        self._depths = {key: self._depths.get(key, self._max_depth) for key in keys}
+        usual = self._usual.get(len(keys).bit_length(), self._max_depth)
+        first = min(math.ceil(usual), self._max_depth)
+        self._depths = {key: self._depths.get(key, first) for key in keys}
         return list(self._depths.values())
 
     def observe(self, keys: Sequence[int], tree_depths: Sequence[int]) -> None:
         """Take note of how deep the trees of some rows went."""
-        for key, tree_depth in zip(keys, tree_depths, strict=True):
-            wanted = max(tree_depth + self.MARGIN, self._depths[key] - 1)
-            self._depths[key] = min(wanted, self._max_depth)
+        wanted = [min(depth + self.MARGIN, self._max_depth) for depth in tree_depths]
+        for key, depth in zip(keys, wanted, strict=True):
+            self._depths[key] = max(depth, self._depths[key] - self.MAX_FALL)
+        size, mean = len(keys).bit_length(), sum(wanted) / len(wanted)
+        usual = self._usual.setdefault(size, mean)
+        self._usual[size] += self.RATE * (mean - usual)
