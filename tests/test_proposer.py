@@ -107,7 +107,16 @@ def step(proposer: Proposer, rows: list[Row], accept: Sequence[int] = (), chunks
             for work in forest.works()
         ]
     )
+    proposer.judge(seconds_of(proposer, rows, forest))
     return forest
+
+
+def seconds_of(proposer: Proposer, rows: list[Row], forest: Forest) -> float:
+    """What the step takes, by the costs that the proposer was given."""
+    costs, load = proposer._costs, DraftLoad(0, len(rows), 0)
+    num_tokens = np.array([len(rows) + forest.num_nodes])
+    seconds = float(costs.verify.seconds_of(PassLoad.of(num_tokens, len(rows), 0))[0])
+    return seconds + (costs.draft_seconds(load) if forest.drafted else 0.0)
 
 
 @pytest.mark.parametrize("drafter", [MuteDrafter(DEPTH), RandomDrafter(97, DEPTH, 8), Knowing()])

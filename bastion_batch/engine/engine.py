@@ -383,6 +383,7 @@ class Engine:
             batch.share_prompts()
         seconds = clock.finish(plan.prefill_share)
         self._books.learn(plan, seconds, forest.drafting_seconds)
+        self._proposer.judge(seconds["step"])
         self._books.enter(plan, seconds, result.verified, kept, len(batch.live))
         ended = self._retire()
         self._late_seconds = clock.late_seconds

@@ -32,6 +32,9 @@ from bastion_batch.records import Method
 MAX_NODES_PER_ROW = 128
 """Candidates looked at per row by `bastion`; a wider search costs time and finds no use."""
 
+MAX_DELAY = 1.25
+"""A step that took longer than predicted is judged as if by no more than this factor."""
+
 MIN_CANDIDATES = 64
 """Candidates looked at in any step of `bastion`."""
 
@@ -50,6 +53,16 @@ class Proposal(NamedTuple):
     pass_seconds: float
     predicted_seconds: float
     """Of the pass."""
+
+
+class _Trial(NamedTuple):
+    """A drafted step whose outcome is not known yet."""
+
+    num_rows: int
+    expected_tokens: float
+    predicted_seconds: float
+    plain_rate: float
+    """Tokens per second without drafting."""
 
 
 class Forest(NamedTuple):
@@ -119,6 +132,8 @@ class Proposer:
         self._depths = DraftDepths(drafter.depth if drafter else 1)
         self._vocabulary = DraftVocabulary(vocab_size)
         self._overheads = DraftOverheads()
+        self._on_trial: _Trial | None = None
+        self._excused_seconds = 0.0
         self._last_budget = 0
         self.acceptance = acceptance or AcceptanceModel(drafter.depth if drafter else 1)
         if drafter is not None:  # compiles where that has not been done: not in a step
@@ -207,6 +222,7 @@ class Proposer:
             depth, rank = np.array(tree.depths[1:], int) - 1, np.array(tree.ranks[1:], int)
             token_ids[place].extend(ids_DK[depth, rank].tolist())
         overhead = proposal.catch_up_seconds + time.perf_counter() - start
+        self._excused_seconds = 0.0 if proposal.is_caught_up else proposal.catch_up_seconds
         if proposal.is_caught_up:
             self._overheads.observe(len(rows), overhead)
         seconds = proposal.pass_seconds + overhead
@@ -291,6 +307,19 @@ class Proposer:
         if self._vocabulary.num_ids != before:
             drafter.narrow(self._vocabulary.num_ids)
 
+    def judge(self, step_seconds: float) -> None:
+        """Learn whether drafting paid, from what the step took in the end.
+
+        Catching up with tokens that were decoded plainly is not drafting's fault, and a step that
+        was held up counts as no more than `MAX_DELAY` says.
+        """
+        trial, self._on_trial = self._on_trial, None
+        if trial is None:
+            return
+        seconds = step_seconds - self._excused_seconds
+        seconds = min(seconds, MAX_DELAY * trial.predicted_seconds)
+        self._batch_gates.observe(trial.num_rows, trial.expected_tokens / seconds, trial.plain_rate)
+
     def _budget(
         self,
         rows: list[Row],
@@ -298,7 +327,7 @@ class Proposer:
         chunks: Sequence[Work],
         drafting_seconds: float,
     ) -> Budget:
-        """The batch's budget; the gate of its size learns whether drafting paid."""
+        """The batch's budget; `judge` learns whether drafting paid."""
         num_rows = len(rows)
         tokens_N = num_rows + np.arange(len(candidates) + 1.0)
         seconds_N = self._costs.verify.seconds_of(_load(tokens_N, rows, chunks))
@@ -309,7 +338,8 @@ class Proposer:
         seconds_N = seconds_N + self._costs.other_seconds
         plain_rate = num_rows / (plain_seconds + self._costs.other_seconds)
         budget = best_budget(candidates.log_scores_N, num_rows, seconds_N + drafting_seconds)
-        self._batch_gates.observe(num_rows, budget.tokens_per_second, plain_rate)
+        predicted = budget.expected_tokens / budget.tokens_per_second
+        self._on_trial = _Trial(num_rows, budget.expected_tokens, predicted, plain_rate)
         self._last_budget = budget.num_nodes
         return budget
 
