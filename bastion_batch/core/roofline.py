@@ -121,6 +121,10 @@ class PassLoad(NamedTuple):
         tokens, pairs_sum, logits = np.asarray([sum(sizes), pairs, num_logits], np.float64)
         return cls(tokens, len(sizes), sum(contexts), pairs_sum, logits)
 
+    def plus(self, other: Self) -> Self:
+        """One pass with all of both."""
+        return self._make(a + b for a, b in zip(self, other, strict=True))
+
 
 class Timing(NamedTuple):
     """One measured pass."""

@@ -8,8 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bastion_batch.core.acceptance import AcceptanceModel, outcomes_of, sampling_group
-from bastion_batch.core.budget import BatchGates, Budget, DraftDepths, RowGates, best_budget
-from bastion_batch.core.roofline import PassLoad
+from bastion_batch.core.budget import Budget
 from bastion_batch.core.tree import (
     ROOT_ONLY,
     Candidates,
@@ -21,6 +20,7 @@ from bastion_batch.core.tree import (
     take_per_row,
 )
 from bastion_batch.core.vocabulary import DraftVocabulary
+from bastion_batch.engine.controller import Controller
 from bastion_batch.engine.costs import DraftLoad, StepCosts
 from bastion_batch.engine.drafters import Drafter, DraftRow, Marginals
 from bastion_batch.engine.limits import Allowed, allowed
@@ -31,9 +31,6 @@ from bastion_batch.records import Method
 
 MAX_NODES_PER_ROW = 128
 """Candidates looked at per row by `bastion`; a wider search costs time and finds no use."""
-
-MAX_DELAY = 1.25
-"""A step that took longer than predicted is judged as if by no more than this factor."""
 
 MIN_CANDIDATES = 64
 """Candidates looked at in any step of `bastion`."""
@@ -53,16 +50,6 @@ class Proposal(NamedTuple):
     pass_seconds: float
     predicted_seconds: float
     """Of the pass."""
-
-
-class _Trial(NamedTuple):
-    """A drafted step whose outcome is not known yet."""
-
-    num_rows: int
-    expected_tokens: float
-    predicted_seconds: float
-    plain_rate: float
-    """Tokens per second without drafting."""
 
 
 class Forest(NamedTuple):
@@ -127,12 +114,9 @@ class Proposer:
         self._nodes_per_row = nodes_per_row
         self._max_nodes = max_nodes
         self._calibrated = calibrated
-        self._batch_gates = BatchGates()
-        self._row_gates = RowGates()
-        self._depths = DraftDepths(drafter.depth if drafter else 1)
+        self._controller = Controller(costs, drafter.depth if drafter else 1)
         self._vocabulary = DraftVocabulary(vocab_size)
         self._overheads = DraftOverheads()
-        self._on_trial: _Trial | None = None
         self._excused_seconds = 0.0
         self._last_budget = 0
         self.acceptance = acceptance or AcceptanceModel(drafter.depth if drafter else 1)
@@ -155,9 +139,7 @@ class Proposer:
             return None
         places = list(range(len(rows)))
         if self._method == "bastion":
-            if not self._batch_gates.wants_draft(len(rows)):
-                return None
-            places = self._row_gates.wanting([row.key for row in rows])
+            places = self._controller.places(rows)
         return self._run(self._drafter, rows, places) if places else None
 
     def _run(self, drafter: Drafter, rows: list[Row], places: list[int]) -> Proposal:
@@ -193,11 +175,10 @@ class Proposer:
         """Positions in which each row's tree may have a node."""
         longest = [min(drafter.depth, row.max_tree_depth(self._max_context)) for row in rows]
         if self._method == "bastion":
-            wanted = self._depths.of([row.key for row in rows])
+            wanted = self._controller.depths(rows)
         else:
-            wanted = [drafter.depth if self._method == "dflash" else self._nodes_per_row] * len(
-                rows
-            )
+            most = drafter.depth if self._method == "dflash" else self._nodes_per_row
+            wanted = [most] * len(rows)
         return [min(pair) for pair in zip(longest, wanted, strict=True)]
 
     def grow(
@@ -239,10 +220,11 @@ class Proposer:
         candidates = self._candidates(drafted, proposal.allowed)
         budget = None
         if self._method == "bastion":
-            budget = self._budget(rows, candidates, chunks, drafting_seconds)
+            budget = self._controller.budget(rows, candidates, chunks, drafting_seconds)
+            self._last_budget = budget.num_nodes
         planted = plant(candidates, self._taken(candidates, budget), len(drafted))
         if budget is not None:
-            self._judge_rows(drafted, planted, budget, proposal.load)
+            self._controller.judge_rows(drafted, planted, budget, proposal.load)
         trees = [ROOT_ONLY] * len(rows)
         for place, tree in zip(proposal.places, planted, strict=True):
             trees[place] = tree
@@ -298,6 +280,13 @@ class Proposer:
         if outcomes.num_outcomes:
             self.acceptance.observe(outcomes)
 
+    def judge(self, step_seconds: float) -> None:
+        """Learn whether drafting paid, from what the step took in the end.
+
+        Catching up with tokens that were decoded plainly is not drafting's fault.
+        """
+        self._controller.judge(step_seconds - self._excused_seconds)
+
     def _learn_vocabulary(self, drafter: Drafter, verified: Sequence[Verified]) -> None:
         before = self._vocabulary.num_ids
         self._vocabulary.observe(
@@ -306,80 +295,3 @@ class Proposer:
         )
         if self._vocabulary.num_ids != before:
             drafter.narrow(self._vocabulary.num_ids)
-
-    def judge(self, step_seconds: float) -> None:
-        """Learn whether drafting paid, from what the step took in the end.
-
-        Catching up with tokens that were decoded plainly is not drafting's fault, and a step that
-        was held up counts as no more than `MAX_DELAY` says.
-        """
-        trial, self._on_trial = self._on_trial, None
-        if trial is None:
-            return
-        seconds = step_seconds - self._excused_seconds
-        seconds = min(seconds, MAX_DELAY * trial.predicted_seconds)
-        self._batch_gates.observe(trial.num_rows, trial.expected_tokens / seconds, trial.plain_rate)
-
-    def _budget(
-        self,
-        rows: list[Row],
-        candidates: Candidates,
-        chunks: Sequence[Work],
-        drafting_seconds: float,
-    ) -> Budget:
-        """The batch's budget; `judge` learns whether drafting paid."""
-        num_rows = len(rows)
-        tokens_N = num_rows + np.arange(len(candidates) + 1.0)
-        seconds_N = self._costs.verify.seconds_of(_load(tokens_N, rows, chunks))
-        plain_seconds = float(seconds_N[0])
-        if not chunks:
-            context = sum(row.context_length for row in rows)
-            plain_seconds = self._costs.plain_seconds(num_rows, context)
-        seconds_N = seconds_N + self._costs.other_seconds
-        plain_rate = num_rows / (plain_seconds + self._costs.other_seconds)
-        budget = best_budget(candidates.log_scores_N, num_rows, seconds_N + drafting_seconds)
-        predicted = budget.expected_tokens / budget.tokens_per_second
-        self._on_trial = _Trial(num_rows, budget.expected_tokens, predicted, plain_rate)
-        self._last_budget = budget.num_nodes
-        return budget
-
-    def _judge_rows(
-        self, rows: list[Row], trees: list[DraftTree], budget: Budget, load: DraftLoad
-    ) -> None:
-        """Learn how deep each row is worth drafting, and whether it is.
-
-        What a row gains is held against the tokens that drafting it costs the batch.
-        """
-        keys = [row.key for row in rows]
-        self._depths.observe(keys, [max(tree.depths) for tree in trees])
-        others = len(rows) // 2
-        if not others:
-            return
-        share = 1 - others / len(rows)
-        fewer = DraftLoad(
-            round(share * load.num_positions),
-            len(rows) - others,
-            round(share * load.context_tokens),
-        )
-        saved_seconds = self._costs.draft_seconds(load) - self._costs.draft_seconds(fewer)
-        cost = saved_seconds / others * budget.tokens_per_second
-        self._row_gates.observe(keys, [tree.expected_tokens - 1 - cost for tree in trees])
-
-
-def _load(tokens_N: NDArray[np.float64], rows: list[Row], chunks: Sequence[Work]) -> PassLoad:
-    """Passes of so many tokens over the rows, each together with the prompt chunks."""
-    load = PassLoad.of(tokens_N, len(rows), sum(row.context_length for row in rows))
-    if not chunks:
-        return load
-    prompts = PassLoad.packed(
-        [len(chunk.token_ids) for chunk in chunks],
-        [chunk.row.context_length for chunk in chunks],
-        sum(chunk.num_logits for chunk in chunks),
-    )
-    return PassLoad(
-        load.num_tokens + prompts.num_tokens,
-        load.num_rows + prompts.num_rows,
-        load.context_tokens + prompts.context_tokens,
-        load.attended_pairs + prompts.attended_pairs,
-        load.num_logits + prompts.num_logits,
-    )

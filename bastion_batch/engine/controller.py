@@ -1,0 +1,132 @@
+"""What `bastion` decides: whether to draft, which rows, how deep, and how many nodes to verify.
+
+Predictions choose the budget of a step. Whether drafting pays at all is judged by what steps took.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from bastion_batch.core.budget import BatchGates, Budget, DraftDepths, RowGates, best_budget
+from bastion_batch.core.roofline import PassLoad
+from bastion_batch.core.tree import Candidates, DraftTree
+from bastion_batch.engine.costs import DraftLoad, StepCosts
+from bastion_batch.engine.row import Row
+from bastion_batch.engine.step import Work
+
+MAX_DELAY = 1.25
+"""A step that took longer than predicted is judged as if by no more than this factor."""
+
+
+class _Trial(NamedTuple):
+    """A drafted step whose outcome is not known yet."""
+
+    num_rows: int
+    expected_tokens: float
+    predicted_seconds: float
+    plain_rate: float
+    """Tokens per second without drafting."""
+
+
+class Controller:
+    """Weighs tokens against seconds.
+
+    Args:
+        costs: what passes take.
+        max_depth: D.
+    """
+
+    def __init__(self, costs: StepCosts, max_depth: int) -> None:
+        self._costs = costs
+        self._batch_gates = BatchGates()
+        self._row_gates = RowGates()
+        self._depths = DraftDepths(max_depth)
+        self._trial: _Trial | None = None
+
+    def places(self, rows: Sequence[Row]) -> list[int]:
+        """Which of the rows to draft in the coming step: none for a plain one. Ask once a step."""
+        if not self._batch_gates.wants_draft(len(rows)):
+            return []
+        return self._row_gates.wanting([row.key for row in rows])
+
+    def depths(self, rows: Sequence[Row]) -> list[int]:
+        """How deep to draft each of the rows."""
+        return self._depths.of([row.key for row in rows])
+
+    def budget(
+        self,
+        rows: Sequence[Row],
+        candidates: Candidates,
+        chunks: Sequence[Work],
+        drafting_seconds: float,
+    ) -> Budget:
+        """How many nodes to verify for the whole batch.
+
+        Args:
+            rows: all that decode, drafted or not.
+            candidates: best first.
+            chunks: prompt in the same pass.
+            drafting_seconds: predicted of the draft pass and what goes with it.
+        """
+        num_rows, other_seconds = len(rows), self._costs.other_seconds
+        tokens_N = num_rows + np.arange(len(candidates) + 1.0)
+        context = sum(row.context_length for row in rows)
+        load = PassLoad.of(tokens_N, num_rows, context)
+        if chunks:
+            load = load.plus(_load_of(chunks))
+        verify_seconds_N = self._costs.verify.seconds_of(load)
+        step_seconds_N = verify_seconds_N + other_seconds + drafting_seconds
+        budget = best_budget(candidates.log_scores_N, num_rows, step_seconds_N)
+        plain_seconds = (
+            float(verify_seconds_N[0]) if chunks else self._costs.plain_seconds(num_rows, context)
+        )
+        self._trial = _Trial(
+            num_rows=num_rows,
+            expected_tokens=budget.expected_tokens,
+            predicted_seconds=budget.expected_tokens / budget.tokens_per_second,
+            plain_rate=num_rows / (plain_seconds + other_seconds),
+        )
+        return budget
+
+    def judge_rows(
+        self, rows: Sequence[Row], trees: Sequence[DraftTree], budget: Budget, load: DraftLoad
+    ) -> None:
+        """Learn how deep each drafted row is worth drafting, and whether it is.
+
+        What a row gains is held against the tokens that drafting it costs the batch.
+        """
+        keys = [row.key for row in rows]
+        self._depths.observe(keys, [max(tree.depths) for tree in trees])
+        others = len(rows) // 2
+        if not others:
+            return
+        share = 1 - others / len(rows)
+        fewer = DraftLoad(
+            round(share * load.num_positions),
+            len(rows) - others,
+            round(share * load.context_tokens),
+        )
+        saved_seconds = self._costs.draft_seconds(load) - self._costs.draft_seconds(fewer)
+        cost = saved_seconds / others * budget.tokens_per_second
+        self._row_gates.observe(keys, [tree.expected_tokens - 1 - cost for tree in trees])
+
+    def judge(self, step_seconds: float) -> None:
+        """Learn whether drafting paid, from what the step took in the end.
+
+        A step that was held up counts as no more than `MAX_DELAY` says. Does nothing after a step
+        without a budget.
+        """
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            seconds = min(step_seconds, MAX_DELAY * trial.predicted_seconds)
+            drafted_rate = trial.expected_tokens / seconds
+            self._batch_gates.observe(trial.num_rows, drafted_rate, trial.plain_rate)
+
+
+def _load_of(chunks: Sequence[Work]) -> PassLoad:
+    return PassLoad.packed(
+        [len(chunk.token_ids) for chunk in chunks],
+        [chunk.row.context_length for chunk in chunks],
+        sum(chunk.num_logits for chunk in chunks),
+    )
