@@ -90,7 +90,7 @@ def test_a_useless_drafter_costs_under_two_percent_of_the_time(gain, noise, num_
 @pytest.mark.parametrize("gain", [-0.1, -0.3, -0.7])
 def test_the_first_500_steps_are_not_spoilt_either(gain):
     num_drafted = Batch().run(500, noisy(gain, 0.3))
-    assert num_drafted * (1 / (1 + gain) - 1) < 0.03 * 500
+    assert num_drafted * (1 / (1 + gain) - 1) < 0.05 * 500
 
 
 @pytest.mark.parametrize("gain", [0.0, 0.02, 0.5])

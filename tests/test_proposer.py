@@ -103,8 +103,9 @@ def step(proposer: Proposer, rows: list[Row], accept: Sequence[int] = (), chunks
     forest = proposer.grow(rows, proposer.draft(rows), chunks)
     proposer.learn(
         [
-            Verified(work, work.tree.top1_path[1:] if work.row.key in accept else [], [9], 0)
+            Verified(work, path, [9] * (1 + len(path)), 0)
             for work in forest.works()
+            for path in [work.tree.top1_path[1:] if work.row.key in accept else []]
         ]
     )
     proposer.judge(seconds_of(proposer, rows, forest))

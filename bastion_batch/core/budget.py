@@ -55,7 +55,10 @@ class DraftGate:
     """
 
     MIN_WAIT = 8
-    HORIZONS = (16, 64)
+    LONG_TRIAL = 4
+    PATIENCE = 1.5
+    """In a shorter trial the mean must be below zero by so many times its uncertainty."""
+    HORIZONS = (16, 128)
     """Drafted steps that the two means go back: one to notice a change, one to be sure."""
 
     def __init__(self, noise: float, max_wait: int = 256) -> None:
@@ -83,7 +86,8 @@ class DraftGate:
         self._means = [m + (gain - m) / n for m, n in zip(self._means, counts, strict=True)]
         doubts = [self._noise / math.sqrt(n) for n in counts]
         pairs = list(zip(self._means, doubts, strict=True))
-        if any(mean < -doubt for mean, doubt in pairs):
+        patience = 1.0 if self._num_observed >= self.LONG_TRIAL else self.PATIENCE
+        if any(mean < -patience * doubt for mean, doubt in pairs):
             self._resume_at = step + 1 + self._wait
             self._wait = min(2 * self._wait, self._max_wait)
             self._num_observed = 0
@@ -97,8 +101,8 @@ class BatchGates:
     A size that is new, or that comes back after its wait is over, is tried at once.
     """
 
-    ROW_NOISE = 0.3
-    """Standard deviation of one row's gain, in tokens per step."""
+    ROW_NOISE = 0.35
+    """Standard deviation of one row's gain, as a share of what it would commit plainly."""
 
     def __init__(self) -> None:
         self._gates: dict[int, DraftGate] = {}
@@ -110,7 +114,7 @@ class BatchGates:
         return self._gate(num_rows).wants_draft(self._step)
 
     def observe(self, num_rows: int, drafted_rate: float, plain_rate: float) -> None:
-        """Take note of a drafted step: predicted tokens per second with and without drafting."""
+        """Take note of a drafted step: its tokens per second, and those without drafting."""
         self._gate(num_rows).observe(self._step, drafted_rate / plain_rate - 1)
 
     def _gate(self, num_rows: int) -> DraftGate:
@@ -125,6 +129,8 @@ class RowGates:
 
     MAX_WAIT = 64
     """Rows do not live for long."""
+    NOISE = 0.3
+    """Standard deviation of a row's expected gain, in tokens per step."""
 
     def __init__(self) -> None:
         self._gates: dict[int, DraftGate] = {}
@@ -143,7 +149,7 @@ class RowGates:
             self._gates[key].observe(self._step, gain)
 
     def _new(self) -> DraftGate:
-        return DraftGate(BatchGates.ROW_NOISE, self.MAX_WAIT)
+        return DraftGate(self.NOISE, self.MAX_WAIT)
 
 
 class DraftDepths:

@@ -23,7 +23,6 @@ class _Trial(NamedTuple):
     """A drafted step whose outcome is not known yet."""
 
     num_rows: int
-    expected_tokens: float
     predicted_seconds: float
     plain_rate: float
     """Tokens per second without drafting."""
@@ -83,7 +82,6 @@ class Controller:
         )
         self._trial = _Trial(
             num_rows=num_rows,
-            expected_tokens=budget.expected_tokens,
             predicted_seconds=budget.expected_tokens / budget.tokens_per_second,
             plain_rate=num_rows / (plain_seconds + other_seconds),
         )
@@ -111,17 +109,20 @@ class Controller:
         cost = saved_seconds / others * budget.tokens_per_second
         self._row_gates.observe(keys, [tree.expected_tokens - 1 - cost for tree in trees])
 
-    def judge(self, step_seconds: float) -> None:
-        """Learn whether drafting paid, from what the step took in the end.
+    def judge(self, num_tokens: int, step_seconds: float) -> None:
+        """Learn whether drafting paid, from what came of the step in the end.
 
         A step that was held up counts as no more than `MAX_DELAY` says. Does nothing after a step
         without a budget.
+
+        Args:
+            num_tokens: accepted and bonus tokens of all rows that decode.
+            step_seconds: what the step took.
         """
         trial, self._trial = self._trial, None
         if trial is not None:
             seconds = min(step_seconds, MAX_DELAY * trial.predicted_seconds)
-            drafted_rate = trial.expected_tokens / seconds
-            self._batch_gates.observe(trial.num_rows, drafted_rate, trial.plain_rate)
+            self._batch_gates.observe(trial.num_rows, num_tokens / seconds, trial.plain_rate)
 
 
 def _load_of(chunks: Sequence[Work]) -> PassLoad:

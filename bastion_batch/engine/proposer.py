@@ -118,6 +118,7 @@ class Proposer:
         self._vocabulary = DraftVocabulary(vocab_size)
         self._overheads = DraftOverheads()
         self._excused_seconds = 0.0
+        self._num_tokens = 0
         self._last_budget = 0
         self.acceptance = acceptance or AcceptanceModel(drafter.depth if drafter else 1)
         if drafter is not None:  # compiles where that has not been done: not in a step
@@ -268,6 +269,7 @@ class Proposer:
         """Take in which nodes were accepted, of those whose parent was."""
         if self._drafter is None:
             return
+        self._num_tokens = sum(len(one.token_ids) for one in verified if one.work.tree is not None)
         self._learn_vocabulary(self._drafter, verified)
         if self._method != "bastion":
             return
@@ -285,7 +287,7 @@ class Proposer:
 
         Catching up with tokens that were decoded plainly is not drafting's fault.
         """
-        self._controller.judge(step_seconds - self._excused_seconds)
+        self._controller.judge(self._num_tokens, step_seconds - self._excused_seconds)
 
     def _learn_vocabulary(self, drafter: Drafter, verified: Sequence[Verified]) -> None:
         before = self._vocabulary.num_ids
