@@ -92,9 +92,8 @@ def dflash_arm(
     sampling: SamplingParams,
 ) -> GroupArm:
     """Decode with the `dflash` package's own loop, one prompt at a time."""
-    from dflash.model import DFlashDraftModel
-
-    drafter: Any = DFlashDraftModel.from_pretrained(
+    package = importlib.import_module("dflash.model")  # optional, so not a plain import
+    drafter: Any = package.DFlashDraftModel.from_pretrained(
         drafter_path, attn_implementation="sdpa", dtype=module.dtype
     )
     drafter = drafter.to(module.device).eval()
