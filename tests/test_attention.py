@@ -172,7 +172,9 @@ def test_a_stored_sequence_lands_after_each_rows_context():
 def test_a_row_may_store_nothing():
     batch = Batch([share("block", c, 6) for c in (5, 300)], seed=1)
     plan = StorePlan(batch.cache, batch.slots, [2, 0])
+    before = batch.slots[1]._group.entries.clone()
     plan.store(0, batch.normal(2, 2, KV_HEADS, SIZE))
+    assert torch.equal(batch.slots[1]._group.entries, before)
 
 
 def test_attention_work_is_near_what_the_rows_need():

@@ -2,8 +2,8 @@
 
 `G(N) = R + sum of the N largest scores`; the controller takes the N that maximises
 `G(N) / (T_draft + T_aux + T_verify(N))`, scanning every N because a measured latency is a staircase
-and the first decrease need not be the last. Plain decoding needs no drafter pass: when it is
-predicted to be faster the drafter is left out, and tried again after an exponential back-off.
+and the first decrease need not be the last. Plain decoding needs no drafter pass: when it proves to
+be faster the drafter is left out, and tried again after an exponential back-off.
 """
 
 import math

@@ -54,9 +54,9 @@ class _PlainPasses:
 class StepCosts:
     """Predicted seconds of the parts of a step, each corrected by what is observed.
 
-    `verify` and `draft` are rooflines with corrections. What a step takes outside the two passes,
-    the projection of taps into the drafter's cache included, is a running mean over decode steps.
-    Passes that carry prompts are priced, but teach nothing.
+    `verify` and `draft` are rooflines with corrections. What a step takes beside its verification
+    pass and its drafting is a running mean over decode steps. Passes that carry prompts are priced,
+    but teach nothing.
 
     Args:
         verify_model: of the target's pass.
