@@ -235,7 +235,8 @@ def test_what_was_best_on_one_half_is_compared_on_the_other(measured):
     best = max(speeds, key=speeds.__getitem__)
     assert best in compared
     assert report["envelope"]["best_fixed"] == best
-    assert report["envelope"]["median"] == report["ratios"][f"bastion/{best}"]["median"]
+    assert report["envelope"]["num_groups"] >= 2
+    assert report["envelope"]["low"] <= report["envelope"]["median"] <= report["envelope"]["high"]
     few, many = report["step_curve"]["num_nodes"]
     assert 1 < few <= 2 < many <= 8
     assert report["plain_roofline_tokens_per_second"] > 0

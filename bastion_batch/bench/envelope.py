@@ -1,8 +1,9 @@
 """All methods at one batch size, and `bastion` against the best fixed choice.
 
-Two phases in one process. On half of the prompts `ddtree` is tried with every budget and the best
+Three phases in one process. On half of the prompts `ddtree` is tried with every budget and the best
 fixed arm is chosen: plain decoding, the chain, or a tree of one size in every row. On the other half
-the arms that matter are compared, so that the choice does not flatter what was chosen.
+the arms that matter are compared, and then `bastion` and the chosen arm alone, turn by turn: that
+ratio is the envelope, and the choice does not flatter what was chosen.
 """
 
 from collections import defaultdict
@@ -20,8 +21,8 @@ from bastion_batch.engine.device import device_speed
 from bastion_batch.errors import InputError
 from bastion_batch.records import Completion
 
-CHOOSING_SHARE = 0.4
-"""Of the time of a batch size."""
+CHOOSING_SHARE, COMPARING_SHARE, DUEL_SHARE = 0.3, 0.3, 0.4
+"""Of the time of a batch size. Two arms alone give the most pairs for the time."""
 SCREENING_STEPS = 5
 MIN_SCREENING_ROW_STEPS = 80
 HOPELESS = 0.6
@@ -85,13 +86,13 @@ def measure_methods(bench: Bench, batch_size: int, progress: Progress) -> dict[s
     acceptance = Acceptance()
     acceptance.num_row_steps_to_skip = config.warm_up_row_steps
     choosing = _choose(bench, engine, alone, acceptance, progress)
-    comparing = _compare(bench, engine, alone, choosing, acceptance, progress)
+    comparing, duel = _compare(bench, engine, alone, choosing, acceptance, progress)
     return {
         "batch": batch_size,
         "arms": {arm.name: _arm_report(comparing.blocks(arm.name)) for arm in comparing.arms},
         "tried": {arm.name: _arm_report(choosing.blocks(arm.name)) for arm in choosing.arms},
         "ratios": _ratios(comparing),
-        "envelope": _envelope(choosing, comparing),
+        "envelope": _envelope(duel),
         "acceptance": acceptance.report(),
         "step_curve": _step_curve(choosing, batch_size),
         "plain_roofline_tokens_per_second": _plain_bound(bench, batch_size),
@@ -143,7 +144,8 @@ def _compare(
     choosing: Phase,
     acceptance: Acceptance,
     progress: Progress,
-) -> Phase:
+) -> tuple[Phase, Phase | None]:
+    """All arms that matter, then `bastion` against the best fixed one."""
     rows, alone_rows = _rows(bench, bench.comparing_prompts, engine, alone, acceptance)
     speeds = {arm.name: _pooled_speed(choosing.blocks(arm.name)) for arm in choosing.arms}
     kept = {PLAIN, "ar", best_of(choosing, "ddtree")}
@@ -158,10 +160,15 @@ def _compare(
         arms.append(Arm("bastion", rows, "bastion"))
     for arm in arms:
         run_block(arm, 2)
-    share = 1 - CHOOSING_SHARE
-    phase = _phase(arms, bench, share, lambda line: progress(f"comparing, {line}"))
+    comparing = _phase(arms, bench, COMPARING_SHARE, lambda line: progress(f"comparing, {line}"))
+    rivals = [arm for arm in arms if arm.name in (best_of(choosing), "bastion")]
+    duel = (
+        _phase(rivals, bench, DUEL_SHARE, lambda line: progress(f"best against bastion, {line}"))
+        if len(rivals) == 2 and rivals[1].name == "bastion"
+        else None
+    )
     rows.drain()  # the step records of a row come with its end
-    return phase
+    return comparing, duel
 
 
 def _rows(
@@ -230,12 +237,12 @@ def _rounded(phase: Phase, name: str, baseline: str) -> dict[str, float]:
     return {key: round(value, 4) for key, value in ratio._asdict().items()}
 
 
-def _envelope(choosing: Phase, comparing: Phase) -> dict[str, Any] | None:
+def _envelope(duel: Phase | None) -> dict[str, Any] | None:
     """`bastion` over the fixed arm that was best on the other prompts."""
-    best = best_of(choosing)
-    if best is None or all(arm.name != "bastion" for arm in comparing.arms):
+    if duel is None:
         return None
-    return {"best_fixed": best, **_rounded(comparing, "bastion", best)}
+    best = duel.arms[0].name
+    return {"best_fixed": best, **_rounded(duel, "bastion", best)}
 
 
 def _step_curve(phase: Phase, batch_size: int) -> dict[str, Any] | None:
