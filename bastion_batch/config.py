@@ -60,7 +60,8 @@ class InputConfig(_Section):
     """Where the prompts are and how a row becomes one."""
 
     path: str | tuple[str, ...] = operational()
-    """File, glob, directory, or a list of them; .jsonl and .parquet."""
+    """File, glob, directory, URL (s3://, gs://, any that fsspec knows), or a list of them;
+    .jsonl and .parquet."""
     prompt: str | None = identity(default=None)
     """Column that holds the prompt's text."""
     messages: str | None = identity(default=None)
@@ -69,6 +70,8 @@ class InputConfig(_Section):
     """System message put before every prompt."""
     chat_template: bool | Auto = identity(default="auto")
     """Wrap `prompt` as one user message; ``auto``: when the target's tokenizer has a template."""
+    storage_options: dict[str, Any] = operational(default={}, repr=False)
+    """What the file system of a URL needs (fsspec): credentials, an endpoint. Never shown."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "InputConfig":
@@ -88,7 +91,9 @@ class OutputConfig(_Section):
     """Where the answers go and what is written beside them."""
 
     path: str = operational()
-    """Directory of the output; it is created."""
+    """Directory of the output, which is created, or URL: s3://, gs://, any that fsspec knows."""
+    storage_options: dict[str, Any] = operational(default={}, repr=False)
+    """What the file system of a URL needs (fsspec): credentials, an endpoint. Never shown."""
     steps: str = operational(default="auto")
     """Step records: ``all``, ``sample:FRACTION`` of the rows, ``off``;
     ``auto`` is all, and a sample above 100,000 rows."""
@@ -234,10 +239,15 @@ class WorkersConfig(_Section):
 
 
 class LimitsConfig(_Section):
-    """When a finished job counts as failed."""
+    """When a finished job counts as failed, and a worker as stuck."""
 
     max_failed: NonNegativeInt | str = operational(default="1%")
     """Failed rows (samples counted) tolerated, a number or a percentage like ``1%``."""
+    no_progress_seconds: Annotated[float, Field(gt=0)] = operational(default=300.0)
+    """A worker that has rows and makes no step for so long is ended and started again, and so is
+    one in which a row gets no token."""
+    start_seconds: Annotated[float, Field(gt=0)] = operational(default=1800.0)
+    """A worker that has not loaded its models by then is ended and started again."""
 
     @field_validator("max_failed")
     @classmethod
@@ -377,7 +387,8 @@ def _explain(error: Mapping[str, Any]) -> str:
         return f"{location}: required, and missing"
     message = error["msg"].removeprefix("Value error, ")
     given = error["input"]
-    shown = f" (given {given!r})" if isinstance(given, str | int | float | None) else ""
+    is_plain = isinstance(given, str | int | float | None)
+    shown = f" (given {given!r})" if is_plain and "storage_options" not in error["loc"] else ""
     return f"{location}: {message}{shown}"
 
 

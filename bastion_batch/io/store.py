@@ -1,119 +1,159 @@
-"""The files of one output directory: the one module that knows where they are and how to create them.
+"""The files of one output, wherever it is: the one way to reach them.
 
-A name is relative to the output, like ``data/u00000001.parquet``. Creating a name is atomic: a
-reader sees the whole file or none, and of several writers exactly one creates it. Temporaries
-live in ``_bastion/tmp`` only, on the same file system, never beside what users read.
+Creating a name is the commit, so a store promises three things. A reader of a name sees a whole
+content or none. Where `conditional` holds, of several writers that create a name exactly one is
+told that it did. An error leaves open what was done: look at what stands there.
+
+    LocalStore     a POSIX file system, local or shared       bastion_batch.io.local_store
+    ObjectStore    s3://, gs:// and any other fsspec URL      bastion_batch.io.object_store
 """
 
-import errno
-import os
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 from uuid import uuid4
 
+from bastion_batch.config import OutputConfig
 from bastion_batch.errors import OutputError
+from bastion_batch.io.layout import (
+    DATA,
+    INVOCATIONS,
+    LOGS,
+    PLAN,
+    PRIVATE,
+    STEPS,
+    TEMPORARY,
+)
+from bastion_batch.io.local_store import LocalStore
+from bastion_batch.io.retries import Retries
 
-DATA = "data"
-STEPS = "steps"
-PRIVATE = "_bastion"
-PLAN = "_bastion/plan.json"
-TEMPORARY = "_bastion/tmp"
-INVOCATIONS = "_bastion/invocations"
-LOGS = "_bastion/logs"
+__all__ = [
+    "DATA",
+    "INVOCATIONS",
+    "LOGS",
+    "PLAN",
+    "PRIVATE",
+    "STEPS",
+    "TEMPORARY",
+    "LocalStore",
+    "Output",
+    "Store",
+    "open_store",
+    "prepare_output",
+    "probe_conditional",
+]
 
-_NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
+@runtime_checkable
+class Store(Protocol):
+    """One output. Names are relative to it. Every call may raise an `OSError`."""
 
-class LocalStore:
-    """An output on a local or shared POSIX file system.
+    @property
+    def root(self) -> str:
+        """The output as messages show it: without credentials."""
+        ...
 
-    Args:
-        root: the output directory.
-        link: makes the final name of a finished temporary; fails where it exists.
-    """
+    @property
+    def conditional(self) -> bool:
+        """Whether creating a name is atomic, as far as is known by now."""
+        ...
 
-    def __init__(self, root: str | Path, *, link: Callable[[Path, Path], None] = os.link) -> None:
-        self.root = Path(root)
-        self._link = link
+    @property
+    def retries(self) -> Retries:
+        """How long a caller waits before it tries again what must not fail."""
+        ...
 
     def make_directories(self) -> None:
-        """Create the output's directories and prove that one can write there.
+        """Create what must be there before names are, and prove that one can write.
 
         Raises:
             OutputError: naming the path and the reason.
         """
-        try:
-            for name in (DATA, STEPS, TEMPORARY, INVOCATIONS, LOGS):
-                (self.root / name).mkdir(parents=True, exist_ok=True)
-            probe = self.root / TEMPORARY / f"probe.{uuid4().hex}"
-            probe.write_bytes(b"")
-            probe.unlink()
-        except OSError as error:
-            raise OutputError(
-                f"output {self.root} cannot be written: {error.strerror} ({error.filename})"
-            ) from None
+        ...
 
-    def put_if_absent(self, name: str, payload: bytes | memoryview) -> bool:
-        """Create `name` with this content, durably; false where the name exists already.
+    def names(self, folder: str) -> list[str]:
+        """The files of a folder, not of those in it, sorted; never from a cache of ours.
 
-        An `OSError` leaves open whether the name was created: look at what stands there.
+        A shared file system or an old object store may answer with the names of a moment ago.
         """
-        final = self.root / name
-        temporary = self.root / TEMPORARY / f"{final.name}.{uuid4().hex}"
-        try:
-            with temporary.open("xb") as file:
-                file.write(payload)
-                file.flush()
-                os.fsync(file.fileno())
-            created = self._publish(temporary, final)
-        finally:
-            temporary.unlink(missing_ok=True)
-        _sync_directory(final.parent)
-        return created
-
-    def _publish(self, temporary: Path, final: Path) -> bool:
-        try:
-            self._link(temporary, final)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
-            if final.exists():
-                return False
-            temporary.replace(final)
-        return True
+        ...
 
     def exists(self, name: str) -> bool:
         """Whether the name exists."""
-        return (self.root / name).exists()
-
-    def names(self, directory: str) -> list[str]:
-        """The names in a directory, sorted; none where there is no such directory."""
-        path = self.root / directory
-        return sorted(f"{directory}/{p.name}" for p in path.iterdir()) if path.is_dir() else []
+        ...
 
     def read(self, name: str) -> bytes:
-        """The whole content."""
-        return (self.root / name).read_bytes()
+        """The whole content.
+
+        Raises:
+            FileNotFoundError: there is no such name.
+        """
+        ...
 
     def open(self, name: str) -> BinaryIO:
-        """The content as a seekable binary file."""
-        return (self.root / name).open("rb")
+        """The content as a seekable binary file, read as it is asked for.
+
+        Raises:
+            FileNotFoundError: there is no such name.
+        """
+        ...
+
+    def put_if_absent(self, name: str, payload: bytes | memoryview) -> bool:
+        """Create a name, durably. False: it exists, made by anyone.
+
+        It may have been made by this call itself, whose first answer was lost. Where
+        `conditional` does not hold, a name that another writer creates now may be replaced.
+        """
+        ...
+
+    def put(self, name: str, payload: bytes | memoryview) -> None:
+        """Create or replace a name, durably."""
+        ...
+
+    def version(self, name: str) -> str | None:
+        """Changes with the content; None where the name does not exist."""
+        ...
+
+    def replace_if(self, name: str, payload: bytes | memoryview, version: str) -> bool:
+        """Replace a name that still has this version. False: it has another, or is gone.
+
+        As with `put_if_absent`, the other version may be this call's own.
+        """
+        ...
 
     def remove(self, name: str) -> None:
         """Remove a name, if it exists."""
-        (self.root / name).unlink(missing_ok=True)
+        ...
 
 
-Output = str | Path | LocalStore
-"""An output directory, or the store that holds it."""
+Output = str | Path | OutputConfig | Store
+"""An output by its path or URL, by its part of a job, or the store that holds it."""
 
 
-def open_store(output: Output) -> LocalStore:
-    """The store of an output."""
-    return output if isinstance(output, LocalStore) else LocalStore(output)
+def open_store(output: Output) -> Store:
+    """The store of an output. Cheap: a connection is made at the first use.
+
+    A URL whose protocol is unknown, or whose package is not installed, is an `OutputError` then.
+    """
+    match output:
+        case OutputConfig():
+            return _open(output.path, output.storage_options)
+        case str() | Path():
+            return _open(str(output), {})
+        case _:
+            return output
+
+
+def _open(path: str, storage_options: Mapping[str, Any]) -> Store:
+    protocol, separator, rest = path.partition("://")
+    if not separator:
+        return LocalStore(path)
+    if protocol in ("file", "local"):
+        return LocalStore(rest)
+    # fsspec is needed for URLs alone.
+    from bastion_batch.io.object_store import ObjectStore
+
+    return ObjectStore(path, storage_options)
 
 
 def prepare_output(output: Output) -> None:
@@ -131,13 +171,17 @@ def prepare_output(output: Output) -> None:
     store.make_directories()
 
 
-def _sync_directory(path: Path) -> None:
-    """Make the names in a directory durable, where the file system can."""
-    descriptor = os.open(path, os.O_RDONLY)
+def probe_conditional(output: Output) -> bool:
+    """Whether creating a name is atomic in this output: one name is created twice, and removed.
+
+    Where the second creation succeeds, the last writer of a name wins. A unit is still one file,
+    because its name is a function of the unit.
+    """
+    store = open_store(output)
+    name = f"{TEMPORARY}/probe-{uuid4().hex}"
     try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
+        store.put_if_absent(name, b"first")
+        created_twice = store.put_if_absent(name, b"second")
+        return store.conditional and not created_twice
     finally:
-        os.close(descriptor)
+        store.remove(name)
