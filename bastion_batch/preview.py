@@ -9,6 +9,7 @@ from bastion_batch.io.commit import committed_units
 from bastion_batch.io.plan import Plan, job_identity, load_plan, make_plan, require_same_job
 from bastion_batch.io.prompts import PromptRenderer
 from bastion_batch.io.reader import UnitReader
+from bastion_batch.io.store import open_store
 from bastion_batch.records import RowFault
 
 NUM_PROMPTS = 3
@@ -48,13 +49,14 @@ def _size(job: JobConfig, plan: Plan) -> list[str]:
 
 
 def _state(job: JobConfig, plan: Plan, target: object) -> list[str]:
-    existing = load_plan(job.output.path)
+    store = open_store(job.output)
+    existing = load_plan(store)
     if existing is None:
-        return [f"output    {job.output.path}: new"]
+        return [f"output    {store.root}: new"]
     identity = job_identity(job, target, plan.inputs)  # type: ignore[arg-type]
-    require_same_job(existing, identity, output=job.output.path)
-    num_done = len(committed_units(job.output.path))
-    return [f"output    {job.output.path}: {num_done} of {existing.num_units} units committed"]
+    require_same_job(existing, identity, output=store.root)
+    num_done = len(committed_units(store))
+    return [f"output    {store.root}: {num_done} of {existing.num_units} units committed"]
 
 
 def _shown(prompt: str | RowFault, row_id: str) -> str:

@@ -22,7 +22,7 @@ from bastion_batch.io.plan import (
     with_operational,
 )
 from bastion_batch.io.reader import UnitReader
-from bastion_batch.io.scan import MAX_SPAN_BYTES, Span
+from bastion_batch.io.spans import MAX_SPAN_BYTES, Span
 from bastion_batch.io.store import prepare_output
 from bastion_batch.io.units import cut_units, rows_per_unit
 
@@ -48,7 +48,7 @@ def refusal(tmp_path, inputs, **changes):
     [
         ("missing.jsonl", "does not exist"),
         ("none/*.jsonl", "matches no file"),
-        ("s3://bucket/x.jsonl", "not a local path"),
+        ("foo://bucket/x.jsonl", "Protocol not known"),
         ("data.jsonl.gz", ".jsonl.gz files are not supported"),
         ("data.csv", "supported now"),
         ("data.arrow", "supported now"),

@@ -10,11 +10,15 @@ import codecs
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
 from bastion_batch.records import RowFault
+
+if TYPE_CHECKING:
+    from bastion_batch.io.jsonl_index import Lines
 
 TEXT_TYPE = pa.large_string()
 JSON_TEXT = {b"bastion_batch.encoding": b"json"}
@@ -26,6 +30,7 @@ MAX_TYPED_NESTING = 16
 MAX_STRUCT_FIELDS = 256
 """A column of objects with more keys than this is a dictionary: kept as JSON text."""
 
+_MAX_KNOWN_SHAPES = 1 << 20
 _EXACT_IN_DOUBLE = 1 << 53
 _INT64 = range(-(1 << 63), 1 << 63)
 _NAMES = {
@@ -142,6 +147,34 @@ class Shape:
             if self.seen <= kinds:
                 return scalar
         return None
+
+
+class ColumnTypes:
+    """What the columns of all files were seen to hold; one valid line of each shape is parsed."""
+
+    def __init__(self) -> None:
+        self.columns: dict[str, Shape] = {}
+        self._known: set[int] = set()
+
+    def observe(self, lines: "Lines") -> None:
+        """Add the lines of a block."""
+        for i in self._unknown(lines):
+            shape = int(lines.shapes[i])
+            if shape in self._known and not lines.is_singular[i]:
+                continue
+            row = parse_line(lines.line(i))
+            for name, value in row.values.items():
+                self.columns.setdefault(name, Shape()).observe(value)
+            if row.fault is None:
+                self._known.add(shape)
+
+    def _unknown(self, lines: "Lines") -> list[int]:
+        """Lines that may tell something new, in order."""
+        if len(self._known) > _MAX_KNOWN_SHAPES:
+            self._known.clear()
+        shapes, inverse = np.unique(lines.shapes, return_inverse=True)
+        is_new = np.array([shape not in self._known for shape in shapes.tolist()], np.bool_)
+        return np.flatnonzero(is_new[inverse] | lines.is_singular).tolist()
 
 
 _SCALARS: tuple[tuple[set[str], pa.DataType], ...] = (

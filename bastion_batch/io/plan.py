@@ -10,12 +10,12 @@ Where the input files lie and how much is recorded of the steps may change betwe
 import base64
 import dataclasses
 import json
+import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,6 +23,8 @@ import pyarrow.parquet as pq
 from bastion_batch.config import JobConfig
 from bastion_batch.core.noise import NOISE_VERSION
 from bastion_batch.errors import DataError, OutputError
+from bastion_batch.io.filesystems import without_credentials
+from bastion_batch.io.parquet import read_parquet
 from bastion_batch.io.prompts import PROMPT_VERSION, require_prompt_column
 from bastion_batch.io.scan import scan
 from bastion_batch.io.schemas import (
@@ -31,16 +33,19 @@ from bastion_batch.io.schemas import (
     carried_columns,
     data_schema,
 )
-from bastion_batch.io.sources import InputFile, find_inputs, find_paths
+from bastion_batch.io.sources import InputFile, find_inputs, find_paths, name_of
 from bastion_batch.io.store import (
     PLAN,
     PRIVATE,
-    LocalStore,
     Output,
+    Store,
     open_store,
     prepare_output,
+    probe_conditional,
 )
 from bastion_batch.io.units import Unit, cut_units, rows_per_unit
+
+logger = logging.getLogger(__name__)
 
 PLAN_FORMAT = 1
 
@@ -74,6 +79,10 @@ class Plan:
     input_schema: pa.Schema
     data_schema: pa.Schema
     steps_schema: pa.Schema
+    conditional_put: bool = True
+    """Whether creating a name is atomic in the output; otherwise the last writer of one wins."""
+    storage_options: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
+    """For the inputs' file system, as this invocation says; never saved."""
     plan_format: int = PLAN_FORMAT
 
     @property
@@ -102,8 +111,11 @@ def make_plan(job: JobConfig, target: TargetFiles) -> Plan:
     Raises:
         DataError: naming the file or column that is missing, empty or refused.
     """
-    files = find_inputs(job.input.paths)
-    found = scan(files, job.input.prompt)
+    return _planned(job, target, find_inputs(job.input.paths, job.input.storage_options))
+
+
+def _planned(job: JobConfig, target: TargetFiles, files: tuple[InputFile, ...]) -> Plan:
+    found = scan(files, job.input.prompt, job.input.storage_options)
     require_prompt_column(found.schema, job.input)
     samples = job.decoding.samples_per_row
     num_outputs = found.num_rows * samples
@@ -119,24 +131,51 @@ def make_plan(job: JobConfig, target: TargetFiles) -> Plan:
         input_schema=found.schema,
         data_schema=data_schema(found.schema, job.output),
         steps_schema=STEPS_SCHEMA,
+        storage_options=job.input.storage_options,
     )
 
 
-def open_plan(job: JobConfig, target: TargetFiles) -> Plan:
+def open_plan(job: JobConfig, target: TargetFiles, output: Output | None = None) -> Plan:
     """The plan of the job's output: the one that stands there, or a new one, saved.
+
+    `output` is where the job's output is found, if not where the job says.
 
     Raises:
         DataError: as `make_plan`.
         OutputError: the output cannot be written, or holds a different job.
     """
-    existing = load_plan(job.output.path)
+    store = open_store(job.output if output is None else output)
+    files = find_inputs(job.input.paths, job.input.storage_options)
+    existing = load_plan(store)
     if existing is None:
-        plan = make_plan(job, target)
-        prepare_output(job.output.path)
-        existing = save_plan(job.output.path, plan)
-    files = find_inputs(job.input.paths)
-    require_same_job(existing, job_identity(job, target, files), output=job.output.path)
-    return with_operational(existing, job)
+        plan = _planned(job, target, files)
+        prepare_output(store)
+        existing = save_plan(store, plan if _probed(store) else _overwritable(plan, store))
+    require_same_job(existing, job_identity(job, target, files), output=store.root)
+    return _as_invoked(existing, job, [file.path for file in files])
+
+
+def _overwritable(plan: Plan, store: Store) -> Plan:
+    """The plan for an output where the last writer of a name wins.
+
+    Its job id is no matter of chance there: of drivers that plan at the same time, each writes the
+    plan that the others have begun to follow.
+    """
+    text = json.dumps([plan.identity, store.root], sort_keys=True)
+    job_id = blake2b(text.encode(), digest_size=4).hexdigest()
+    return dataclasses.replace(plan, conditional_put=False, job_id=job_id)
+
+
+def _probed(store: Store) -> bool:
+    """Whether creating a name is atomic in the output; says so where it is not."""
+    conditional = probe_conditional(store)
+    if not conditional:
+        logger.warning(
+            "output %s cannot create a file only if it is absent: of two writers of a unit the "
+            "last one counts, and steps/ may keep files that no unit names",
+            store.root,
+        )
+    return conditional
 
 
 def with_operational(plan: Plan, job: JobConfig) -> Plan:
@@ -145,16 +184,24 @@ def with_operational(plan: Plan, job: JobConfig) -> Plan:
     Raises:
         DataError: the paths name other files than the planned ones.
     """
-    paths = find_paths(job.input.paths)
-    names = [file.name for file in plan.inputs]
-    if [Path(path).name for path in paths] != names:
+    paths = find_paths(job.input.paths, job.input.storage_options)
+    planned, found = ([name_of(f) for f in fs] for fs in ([f.path for f in plan.inputs], paths))
+    if found != planned:
+        only = _differences(planned, found)
         raise DataError(
-            f"input {', '.join(job.input.paths)} names other files than planned: {names}"
+            f"input {', '.join(map(without_credentials, job.input.paths))} names other files than"
+            f" planned: {only.planned} -> {only.now}"
         )
+    return _as_invoked(plan, job, paths)
+
+
+def _as_invoked(plan: Plan, job: JobConfig, paths: Sequence[str]) -> Plan:
+    """The plan with the inputs at these paths, and this invocation's other choices."""
     return dataclasses.replace(
         plan,
         inputs=tuple(f._replace(path=p) for f, p in zip(plan.inputs, paths, strict=True)),
         steps=resolve_steps(job.output.steps, plan.num_outputs),
+        storage_options=job.input.storage_options,
     )
 
 
@@ -183,15 +230,36 @@ def require_same_job(
     names = sorted({*existing.identity, *identity})
     pairs = {name: (existing.identity.get(name), identity.get(name)) for name in names}
     lines = [
-        f"  {name}: {_show(old)} -> {_show(new)}"
+        f"  {name}: {shown.planned} -> {shown.now}"
         for name, (old, new) in pairs.items()
         if old != new
+        for shown in [_differences(old, new)]
     ]
     if lines:
         raise OutputError(
             f"{output} holds a different job; give another output.path, or restore what differs"
             " (planned -> now):\n" + "\n".join(lines)
         )
+
+
+class _Differences(NamedTuple):
+    """Two values as they are shown beside each other."""
+
+    planned: str
+    now: str
+
+
+def _differences(planned: Any, now: Any) -> _Differences:  # noqa: ANN401 - any JSON values
+    """Both values; of two lists only the items that the other one does not have."""
+    if _are_names(planned) and _are_names(now) and set(planned) != set(now):
+        gone, added = set(planned) - set(now), set(now) - set(planned)
+        planned = [item for item in planned if item in gone]
+        now = [item for item in now if item in added]
+    return _Differences(_show(planned), _show(now))
+
+
+def _are_names(value: Any) -> bool:  # noqa: ANN401 - any JSON value
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _show(value: Any) -> str:  # noqa: ANN401 - any JSON value
@@ -251,12 +319,15 @@ def _header(plan: Plan) -> bytes:
         "plan_format": plan.plan_format,
         "job_id": plan.job_id,
         "identity": plan.identity,
-        "inputs": [file._asdict() for file in plan.inputs],
+        "inputs": [
+            file._replace(path=without_credentials(file.path))._asdict() for file in plan.inputs
+        ],
         "units_file": _units_name(plan.units),
         "num_units": plan.num_units,
         "num_rows": plan.num_rows,
         "samples_per_row": plan.samples_per_row,
         "steps": plan.steps,
+        "conditional_put": plan.conditional_put,
         "carried": plan.carried,
         "columns": {k: [f"{f.name}: {f.type}" for f in s] for k, s in schemas.items()},
         "schemas": {
@@ -266,14 +337,14 @@ def _header(plan: Plan) -> bytes:
     return json.dumps(header, indent=1).encode()
 
 
-def _from_header(store: LocalStore, header: dict[str, Any]) -> Plan:
+def _from_header(store: Store, header: dict[str, Any]) -> Plan:
     if header["plan_format"] != PLAN_FORMAT:
         raise OutputError(
             f"plan of {store.root} has format {header['plan_format']};"
             f" this version reads {PLAN_FORMAT}"
         )
     with store.open(header["units_file"]) as file:
-        units = pq.read_table(file)
+        units = read_parquet(file)
     if _units_name(units) != header["units_file"]:
         raise OutputError(f"{store.root}/{header['units_file']} is not what the plan names")
     schemas = {
@@ -288,6 +359,7 @@ def _from_header(store: LocalStore, header: dict[str, Any]) -> Plan:
         num_rows=header["num_rows"],
         samples_per_row=header["samples_per_row"],
         steps=header["steps"],
+        conditional_put=header["conditional_put"],
         carried=tuple(header["carried"]),
         input_schema=schemas["input"],
         data_schema=schemas["data"],
@@ -298,7 +370,7 @@ def _from_header(store: LocalStore, header: dict[str, Any]) -> Plan:
 def _units_name(units: pa.Table) -> str:
     digest = blake2b(digest_size=8)
     for column in units.columns:
-        digest.update(json.dumps(column.to_pylist()).encode())
+        digest.update(column.to_numpy())
     return f"{PRIVATE}/units-{digest.hexdigest()}.parquet"
 
 

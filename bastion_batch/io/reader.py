@@ -1,23 +1,27 @@
 """Reading units in a worker: consecutive units of a span are one stream.
 
 Every row of a unit comes exactly once, in order, under the plan's schema, whatever is wrong with
-it. A file is checked to be the planned one at every open.
+it. A file is checked to be the planned one at every open, and again behind each unit's rows: a unit
+read while its file changed is not handed out.
 """
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bastion_batch.errors import DataError
-from bastion_batch.io.jsonl import Line, iter_lines, parse_line, to_table
+from bastion_batch.io.jsonl import Parsed, iter_lines, parse_line, to_table
 from bastion_batch.io.plan import Plan
 from bastion_batch.io.sources import open_input
 from bastion_batch.io.units import Unit, row_id
 from bastion_batch.records import RowFault
+
+logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 1024
 
@@ -52,17 +56,33 @@ class UnitReader:
 
         Raises:
             DataError: naming an input that is gone, has changed, or cannot be decoded.
+            OSError: storage does not answer.
         """
         where = self._plan.unit(unit)
+        path = self._plan.inputs[where.file].path
         if self._stream is None or not self._stream.reaches(where):
             self.close()
             self._stream = self._open(where)
-        rows = self._stream.read(where)
+        rows = self._read(self._stream, where, path)
         if rows.table.num_rows != where.num_rows:
             raise DataError(
-                f"input {self._plan.inputs[where.file].path} has {rows.table.num_rows} of the"
-                f" {where.num_rows} rows planned from row {where.row_start}"
+                f"input {path} has {rows.table.num_rows} of the {where.num_rows} rows planned from"
+                f" row {where.row_start}"
             )
+        return rows
+
+    @staticmethod
+    def _read(stream: "_TextStream | _GroupStream", where: Unit, path: str) -> UnitRows:
+        """Rows of a file that did not change while they were read."""
+        try:
+            rows = stream.read(where)
+        except (pa.ArrowException, OverflowError) as error:
+            stream.input.require_unchanged()
+            raise DataError(f"input {path} cannot be decoded as planned: {error}") from None
+        except OSError:
+            stream.input.require_unchanged()
+            raise
+        stream.input.require_unchanged()
         return rows
 
     def _open(self, where: Unit) -> "_TextStream | _GroupStream":
@@ -88,33 +108,43 @@ class _TextStream:
     def __init__(self, plan: Plan, where: Unit) -> None:
         self._plan = plan
         self._number = where.file
-        self._input = plan.inputs[where.file]
-        self._file: BinaryIO = open_input(self._input)
+        self._planned = plan.inputs[where.file]
+        self.input = open_input(self._planned, plan.storage_options)
 
     def reaches(self, where: Unit) -> bool:
         return where.file == self._number
 
     def read(self, where: Unit) -> UnitRows:
-        lines = iter_lines(self._file, number=where.row_start, offset=where.offset)
+        self._require_line(where.offset)
+        lines = iter_lines(self.input.file, number=where.row_start, offset=where.offset)
         taken = list(islice(lines, where.num_rows))
-        rows, faults = [], []
-        for line in taken:
-            values, fault = self._parse(line)
-            rows.append(values)
-            faults.append(fault)
+        parsed = [parse_line(line) for line in taken]
+        num_replaced = sum(row.num_replaced for row in parsed)
+        if num_replaced:
+            logger.warning(
+                "input %s, rows from %d: %d strings hold lone surrogates, replaced by U+FFFD",
+                self._planned.path,
+                where.row_start,
+                num_replaced,
+            )
+        values, faults = zip(*map(self._checked, parsed), strict=True)
         ids = [row_id(where.file, line.number) for line in taken]
-        try:
-            table = to_table(rows, self._plan.input_schema)
-        except (pa.ArrowException, OverflowError) as error:
-            raise DataError(
-                f"input {self._input.path} no longer fits the planned columns: {error}"
-            ) from None
-        return UnitRows(ids, table, faults)
+        return UnitRows(ids, to_table(values, self._plan.input_schema), list(faults))
 
-    def _parse(self, line: Line) -> tuple[dict[str, Any], RowFault | None]:
-        row = parse_line(line)
+    def _require_line(self, offset: int) -> None:
+        """A change that spares size, head and tail of a file may still move its lines."""
+        if offset == 0:
+            return
+        self.input.file.seek(offset - 1)
+        if self.input.file.read(1) != b"\n":
+            raise DataError(
+                f"input {self._planned.path} has changed since the job was planned: no line begins"
+                f" at byte {offset}"
+            )
+
+    def _checked(self, row: Parsed) -> tuple[dict[str, Any], RowFault | None]:
         if row.fault:
-            return {}, RowFault(row.fault.kind, f"{self._input.name}: {row.fault.message}")
+            return {}, RowFault(row.fault.kind, f"{self._planned.name}: {row.fault.message}")
         name = self._plan.prompt_column
         prompt = row.values.get(name) if name else None
         if prompt is None or isinstance(prompt, str):
@@ -123,7 +153,7 @@ class _TextStream:
         return row.values, RowFault("invalid_prompt", f"column {name!r} holds {kind}, not text")
 
     def close(self) -> None:
-        self._file.close()
+        self.input.close()
 
 
 class _GroupStream:
@@ -132,9 +162,10 @@ class _GroupStream:
     def __init__(self, plan: Plan, where: Unit) -> None:
         self._plan = plan
         self._where = where
-        self._input = plan.inputs[where.file]
-        self._file = open_input(self._input)
-        self._parquet = pq.ParquetFile(self._file)
+        self._planned = plan.inputs[where.file]
+        self.input = open_input(self._planned, plan.storage_options)
+        is_remote = "://" in self._planned.path  # fetch columns whole, not page by page
+        self._parquet = pq.ParquetFile(self.input.file, pre_buffer=is_remote)
         self._batches: Iterator[pa.RecordBatch] = self._parquet.iter_batches(
             batch_size=_BATCH_ROWS, row_groups=[where.span]
         )
@@ -146,12 +177,9 @@ class _GroupStream:
         return same and where.offset >= self._position
 
     def read(self, where: Unit) -> UnitRows:
-        try:
-            for _ in self._take(where.offset - self._position):
-                pass
-            batches = list(self._take(where.num_rows))
-        except pa.ArrowException as error:
-            raise DataError(f"input {self._input.path} cannot be decoded: {error}") from None
+        for _ in self._take(where.offset - self._position):
+            pass
+        batches = list(self._take(where.num_rows))
         columns = pa.Table.from_batches(batches).columns if batches else []
         table = pa.Table.from_arrays(columns, schema=self._plan.input_schema)
         ids = [row_id(where.file, where.row_start + i) for i in range(table.num_rows)]
@@ -172,4 +200,4 @@ class _GroupStream:
 
     def close(self) -> None:
         self._parquet.close()
-        self._file.close()
+        self.input.close()

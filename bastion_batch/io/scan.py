@@ -1,32 +1,23 @@
-"""The one reading of the inputs at planning: the schema that fits them all, and where rows are."""
+"""The one reading of the inputs at planning: the schema that fits them all, and where rows are.
+
+Of Parquet the footers are read, many at once; of text every byte, though only lines of a new shape
+are parsed. Memory grows with the number of text rows by 8 bytes each.
+"""
 
 import logging
-from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bastion_batch.errors import DataError
-from bastion_batch.io.jsonl import JSON_TEXT, Shape, iter_lines, parse_line, schema_of
-from bastion_batch.io.sources import InputFile, open_input
+from bastion_batch.io.jsonl import JSON_TEXT, ColumnTypes, Shape, schema_of
+from bastion_batch.io.sources import InputFile, at_once, open_input, readable
+from bastion_batch.io.spans import Span, TextSpans
 
 log = logging.getLogger(__name__)
-
-MAX_SPAN_BYTES = 64 << 20
-"""Most bytes of a text file that one worker streams as one span."""
-
-
-class Span(NamedTuple):
-    """A row group or a stretch of a text file: what one worker streams once."""
-
-    file: int
-    span: int
-    rows: Sequence[int]
-    """Number in the file of each row: the physical line's in text."""
-    offsets: Sequence[int]
-    """Byte of each line, or place of each row in its row group."""
 
 
 class Scan(NamedTuple):
@@ -37,43 +28,61 @@ class Scan(NamedTuple):
     num_rows: int
 
 
-def scan(files: Sequence[InputFile], prompt: str | None) -> Scan:
+def scan(
+    files: Sequence[InputFile],
+    prompt: str | None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Scan:
     """Read every file once: the schema that fits them all, and where each row is.
 
     Raises:
         DataError: naming the file that cannot be read or differs, or if there is no row.
     """
     parquet = bool(files) and files[0].is_parquet
-    found = _scan_parquet(files) if parquet else _scan_jsonl(files, prompt)
+    options = storage_options or {}
+    found = _scan_parquet(files, options) if parquet else _scan_jsonl(files, prompt, options)
     if not found.num_rows:
         raise DataError(f"no rows: {', '.join(f.path for f in files[:8])} is empty")
-    for file in (f for i, f in enumerate(files) if not any(s.file == i for s in found.spans)):
+    filled = {span.file for span in found.spans}
+    for file in (f for i, f in enumerate(files) if i not in filled):
         log.warning("input %s holds no rows", file.path)
     return found
 
 
-def _scan_parquet(files: Sequence[InputFile]) -> Scan:
-    schema, spans, num_rows = None, [], 0
-    for number, file in enumerate(files):
-        metadata, own = _parquet_footer(file)
-        schema = own if schema is None else schema
-        _require_equal(schema, own, files[0], file)
+class _Footer(NamedTuple):
+    """What planning needs of a Parquet file."""
+
+    schema: pa.Schema
+    group_rows: list[int]
+
+
+def _scan_parquet(files: Sequence[InputFile], storage_options: Mapping[str, Any]) -> Scan:
+    schema, spans, num_rows = pa.schema([]), [], 0
+    footers = at_once(partial(_read_footer, storage_options=storage_options), files)
+    for number, (file, footer) in enumerate(zip(files, footers, strict=True)):
+        schema = footer.schema if number == 0 else schema
+        _require_equal(schema, footer.schema, files[0], file)
         start = 0
-        for group in range(metadata.num_row_groups):
-            size = metadata.row_group(group).num_rows
+        for group, size in enumerate(footer.group_rows):
             if size:
                 spans.append(Span(number, group, range(start, start + size), range(size)))
             start += size
         num_rows += start
-    return Scan(schema or pa.schema([]), tuple(spans), num_rows)
+    return Scan(schema, tuple(spans), num_rows)
 
 
-def _parquet_footer(file: InputFile) -> tuple[pq.FileMetaData, pa.Schema]:
+def _read_footer(file: InputFile, storage_options: Mapping[str, Any]) -> _Footer:
     if not file.num_bytes:
         raise DataError(f"input {file.path} is empty, not a Parquet file")
     try:
-        with open_input(file) as opened, pq.ParquetFile(opened) as parquet:
-            return parquet.metadata, plain_schema(parquet.schema_arrow)
+        with (
+            readable(file.path),
+            open_input(file, storage_options) as opened,
+            pq.ParquetFile(opened.file) as parquet,
+        ):
+            metadata = parquet.metadata
+            sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+            return _Footer(plain_schema(parquet.schema_arrow), sizes)
     except pa.ArrowException as error:
         raise DataError(f"input {file.path} is not a Parquet file: {error}") from None
 
@@ -106,25 +115,25 @@ def _require_equal(one: pa.Schema, other: pa.Schema, first: InputFile, file: Inp
     )
 
 
-def _scan_jsonl(files: Sequence[InputFile], prompt: str | None) -> Scan:
-    columns: dict[str, Shape] = {}
+def _scan_jsonl(
+    files: Sequence[InputFile], prompt: str | None, storage_options: Mapping[str, Any]
+) -> Scan:
+    # Compiles a loop: a wait that nobody but a planner of text should have.
+    from bastion_batch.io.jsonl_index import index_lines
+
+    types = ColumnTypes()
     spans: list[Span] = []
-    num_replaced = 0
     for number, file in enumerate(files):
-        index = _SpanIndex(number)
-        with open_input(file) as opened:
-            for line in iter_lines(opened):
-                row = parse_line(line)
-                num_replaced += row.num_replaced
-                for name, value in row.values.items():
-                    columns.setdefault(name, Shape()).observe(value)
-                index.add(line.number, line.offset, len(line.raw))
-        spans += index.spans
-    if num_replaced:
-        log.warning("%d strings hold lone surrogates, which were replaced by U+FFFD", num_replaced)
-    schema = schema_of(columns, prompt)
-    _warn_about_text(schema, columns)
-    _require_text(columns, prompt)
+        found = TextSpans(number)
+        with readable(file.path), open_input(file, storage_options) as opened:
+            for lines in index_lines(opened.file):
+                types.observe(lines)
+                found.add(lines)
+            opened.require_unchanged()
+        spans += found.spans()
+    schema = schema_of(types.columns, prompt)
+    _warn_about_text(schema, types.columns)
+    _require_text(types.columns, prompt)
     return Scan(schema, tuple(spans), sum(len(s.rows) for s in spans))
 
 
@@ -143,21 +152,3 @@ def _require_text(columns: dict[str, Shape], prompt: str | None) -> None:
     seen = columns[prompt].seen if prompt in columns else set()
     if seen and "string" not in seen:
         raise DataError(f"column {prompt!r} holds {', '.join(sorted(seen))}, not text")
-
-
-class _SpanIndex:
-    """Collects the rows of one text file, a new span at each `MAX_SPAN_BYTES`."""
-
-    def __init__(self, file: int) -> None:
-        self.file = file
-        self.spans: list[Span] = []
-        self._rows = array("q")
-        self._offsets = array("q")
-
-    def add(self, row: int, offset: int, num_bytes: int) -> None:
-        start = self.spans[-1].offsets[0] if self.spans else None
-        if start is None or offset + num_bytes - start > MAX_SPAN_BYTES:
-            self._rows, self._offsets = array("q"), array("q")
-            self.spans.append(Span(self.file, len(self.spans), self._rows, self._offsets))
-        self._rows.append(row)
-        self._offsets.append(offset)

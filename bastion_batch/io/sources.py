@@ -1,22 +1,24 @@
 """Input files: finding them, and knowing them again.
 
-Files are found from paths, directories and globs, and sorted by path: a file's position in that
-order is its number in every `row_id`. A file is known again by its size and a digest of its head
-and tail, wherever it lies.
+Files are found from paths, directories, globs and URLs, and sorted by path: a file's position in
+that order is its number in every `row_id`. At every open, and after every piece that is read, a
+file must still be the planned one: nothing of a file that changed in mid-run reaches an output.
 """
 
-import glob
 import os
-from collections.abc import Iterable, Iterator
-from hashlib import blake2b
-from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, BinaryIO, NamedTuple, Self, TypeVar
 
-from bastion_batch.errors import DataError
+from bastion_batch.errors import DataError, InputError
+from bastion_batch.io.filesystems import without_credentials
+from bastion_batch.io.places import State, name_of, place_of
 
-_SUFFIXES = (".jsonl", ".parquet")
-_SUPPORTED = "plain JSONL and Parquet files (.jsonl, .parquet) are supported now"
-_END_BYTES = 1 << 16
+T = TypeVar("T")
+
+_NUM_CONNECTIONS = 32
 
 
 class InputFile(NamedTuple):
@@ -38,7 +40,7 @@ class InputFile(NamedTuple):
         return f"{self.name}, {self.num_bytes} bytes, {self.fingerprint}"
 
 
-def find_paths(paths: Iterable[str]) -> list[str]:
+def find_paths(paths: Iterable[str], storage_options: Mapping[str, Any] | None = None) -> list[str]:
     """The files that the paths name, sorted, each once.
 
     Raises:
@@ -46,98 +48,123 @@ def find_paths(paths: Iterable[str]) -> list[str]:
     """
     found: dict[str, str] = {}
     for path in paths:
-        try:
-            found.update({os.path.abspath(file): file for file in _expand(path)})  # noqa: PTH100
-        except OSError as error:
-            raise DataError(f"input {path} cannot be read: {error.strerror}") from None
+        with readable(path):
+            files = place_of(path, storage_options or {}).find(path)
+            found.update({_absolute(file): file for file in files})
     return [found[path] for path in sorted(found)]
 
 
-def find_inputs(paths: Iterable[str]) -> tuple[InputFile, ...]:
+def find_inputs(
+    paths: Iterable[str], storage_options: Mapping[str, Any] | None = None
+) -> tuple[InputFile, ...]:
     """The input files that the paths name, as they are now.
 
     Raises:
         DataError: as `find_paths`, or naming a file that cannot be read.
     """
-    files = tuple(_describe(path) for path in find_paths(paths))
+    found = find_paths(paths, storage_options)
+    files = tuple(at_once(partial(_describe, storage_options=storage_options or {}), found))
     if len({file.is_parquet for file in files}) > 1:
         names = ", ".join(file.name for file in files[:8])
         raise DataError(f"inputs mix JSONL and Parquet files ({names}); give one kind")
     return files
 
 
-def _expand(path: str) -> Iterator[str]:
-    if "://" in path:
-        raise DataError(f"input {path} is not a local path; {_SUPPORTED}")
-    if Path(path).is_dir():
-        files = sorted(str(p) for p in Path(path).iterdir() if _is_input(p))
-        if not files:
-            raise DataError(f"directory {path} holds no input file; {_SUPPORTED}")
-        yield from files
-    elif Path(path).exists():
-        yield _supported(path)
-    elif glob.has_magic(path):
-        matches = [p for p in sorted(glob.glob(path, recursive=True)) if Path(p).is_file()]  # noqa: PTH207 - absolute patterns
-        if not matches:
-            raise DataError(f"input {path} matches no file")
-        yield from (_supported(p) for p in matches)
-    else:
-        hint = f"; if it names a hub dataset: {_SUPPORTED}" if path.count("/") == 1 else ""
-        raise DataError(f"input {path} does not exist{hint}")
+def at_once(function: Callable[..., T], items: Sequence[Any]) -> Iterator[T]:
+    """The function's results in order; some calls wait for storage while others compute."""
+    with ThreadPoolExecutor(_NUM_CONNECTIONS) as pool:
+        yield from pool.map(function, items)
 
 
-def _is_input(path: Path) -> bool:
-    return path.suffix in _SUFFIXES and path.is_file() and path.name[0] not in "._"
-
-
-def _supported(path: str) -> str:
-    if Path(path).suffix not in _SUFFIXES:
-        kind = "".join(Path(path).suffixes[-2:]) or "unnamed"
-        raise DataError(f"input {path}: {kind} files are not supported; {_SUPPORTED}")
-    return path
-
-
-def _describe(path: str) -> InputFile:
+@contextmanager
+def readable(path: str) -> Iterator[None]:
+    """A context in which errors of storage become `DataError`s that name the input."""
     try:
-        with Path(path).open("rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            return InputFile(path, Path(path).name, num_bytes, _fingerprint(file, num_bytes))
+        yield
     except OSError as error:
-        raise DataError(f"input {path} cannot be read: {error.strerror}") from None
+        raise DataError(
+            f"input {without_credentials(path)} cannot be read: {error.strerror or error}"
+        ) from None
+    except InputError as error:
+        raise error if isinstance(error, DataError) else DataError(f"input {error}") from None
 
 
-def _fingerprint(file: BinaryIO, num_bytes: int) -> str:
-    """Digest of the file's head and tail; the tail of a Parquet file takes in its footer."""
-    digest = blake2b(digest_size=16)
-    file.seek(0)
-    head = file.read(_END_BYTES)
-    tail_bytes = _END_BYTES
-    file.seek(max(0, num_bytes - 8))
-    end = file.read(8)
-    if head[:4] == end[4:] == b"PAR1":
-        tail_bytes = max(tail_bytes, int.from_bytes(end[:4], "little") + 8)
-    file.seek(max(0, num_bytes - tail_bytes))
-    digest.update(head)
-    digest.update(file.read(tail_bytes))
-    file.seek(0)
-    return digest.hexdigest()
+def _absolute(path: str) -> str:
+    return path if "://" in path else os.path.abspath(path)  # noqa: PTH100 - links stay
 
 
-def open_input(file: InputFile) -> BinaryIO:
-    """Open a file that is still the one that was planned.
+def _describe(path: str, storage_options: Mapping[str, Any]) -> InputFile:
+    with readable(path):
+        return InputFile(path, name_of(path), *place_of(path, storage_options).state(path))
+
+
+class OpenInput:
+    """A planned file, open. A context manager.
+
+    Args:
+        planned: the file.
+        storage_options: for its file system, where its path is a URL.
 
     Raises:
-        DataError: naming a file that is gone or has changed.
+        DataError: it is gone or has changed.
+        OSError: storage does not answer.
     """
-    try:
-        opened = Path(file.path).open("rb")  # noqa: SIM115 - the caller's
-    except OSError as error:
-        raise DataError(f"input {file.path} cannot be read: {error.strerror}") from None
-    num_bytes = os.fstat(opened.fileno()).st_size
-    if num_bytes == file.num_bytes and _fingerprint(opened, num_bytes) == file.fingerprint:
-        return opened
-    opened.close()
-    raise DataError(
-        f"input {file.path} has changed since the job was planned"
-        f" ({file.num_bytes} bytes then, {num_bytes} now)"
-    )
+
+    file: BinaryIO
+
+    def __init__(self, planned: InputFile, storage_options: Mapping[str, Any]) -> None:
+        self._planned = planned
+        self._place = place_of(planned.path, storage_options)
+        with self._present():
+            self._stamp = self._place.stamp(planned.path)
+            self._require_planned()
+            self.file = self._place.open(planned.path, planned.num_bytes)
+
+    def require_unchanged(self) -> None:
+        """Check that what was read until now came from the planned file.
+
+        Raises:
+            DataError: the file is gone, or has changed since it was opened.
+            OSError: storage does not answer.
+        """
+        with self._present():
+            stamp = self._place.stamp(self._planned.path)
+            if stamp != self._stamp:
+                self._require_planned()
+                self._stamp = stamp
+
+    def _require_planned(self) -> None:
+        planned = State(self._planned.num_bytes, self._planned.fingerprint)
+        found = self._place.state(self._planned.path)
+        if found != planned:
+            raise DataError(
+                f"input {without_credentials(self._planned.path)} has changed since the job was"
+                f" planned: {_shown(planned)} then, {_shown(found)} now"
+            )
+
+    @contextmanager
+    def _present(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            with readable(self._planned.path):
+                raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+
+def open_input(planned: InputFile, storage_options: Mapping[str, Any] | None = None) -> OpenInput:
+    """Open a file that is still the one that was planned: see `OpenInput`."""
+    return OpenInput(planned, storage_options or {})
+
+
+def _shown(state: State) -> str:
+    return f"{state.num_bytes} bytes, fingerprint {state.fingerprint}"

@@ -1,13 +1,15 @@
 """Units: spans cut into what is committed as one file, and the names of the rows in them."""
 
 import math
+from array import array
 from collections.abc import Iterable
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
-from bastion_batch.io.scan import Span
+from bastion_batch.io.spans import Span
 
 _UNITS_PER_JOB = 64
 _UNIT_OUTPUTS = range(4, 2049)
@@ -50,14 +52,23 @@ def rows_per_unit(unit_rows: int | str, num_outputs: int, samples: int) -> int:
 
 def cut_units(spans: Iterable[Span], max_rows: int) -> pa.Table:
     """The units: spans cut into even ranges of at most so many rows."""
-    units: list[tuple[int, ...]] = []
+    columns = tuple(array("q") for _ in _UNITS_SCHEMA)
     for span in spans:
         size = len(span.rows)
         pieces = math.ceil(size / max_rows)
         edges = [size * i // pieces for i in range(pieces + 1)]
-        units += (
-            (span.file, span.span, span.rows[start], end - start, span.offsets[start])
-            for start, end in pairwise(edges)
+        starts = edges[:-1]
+        values = (
+            repeat(span.file, pieces),
+            repeat(span.span, pieces),
+            (int(span.rows[start]) for start in starts),
+            (end - start for start, end in pairwise(edges)),
+            (int(span.offsets[start]) for start in starts),
         )
-    columns = zip(*units, strict=True)
-    return pa.table([list(column) for column in columns], schema=_UNITS_SCHEMA)
+        for column, added in zip(columns, values, strict=True):
+            column.extend(added)
+    arrays = (
+        np.frombuffer(column, np.int64).astype(field.type.to_pandas_dtype())
+        for column, field in zip(columns, _UNITS_SCHEMA, strict=True)
+    )
+    return pa.table([pa.array(values) for values in arrays], schema=_UNITS_SCHEMA)
