@@ -10,6 +10,9 @@ from typing import Literal, NamedTuple
 FinishReason = Literal["stop", "length", "error"]
 Method = Literal["ar", "dflash", "ddtree", "bastion"]
 
+RowKey = tuple[str, int]
+"""`row_id` and `sample_index`: what one completion is of."""
+
 
 class RowFault(NamedTuple):
     """Why a row cannot be answered: reproducible and the row's own, so it is terminal at once."""
@@ -177,6 +180,61 @@ class Completion:
         """Tokens committed in decode steps per decode step, or None without any."""
         decoded = sum(r.num_committed for r in self.records if r.method != "prefill")
         return decoded / self.num_steps if self.num_steps else None
+
+
+class End(NamedTuple):
+    """An engine that ended while a row was in it."""
+
+    worker: str
+    attempt: int
+
+
+class Stretch(NamedTuple):
+    """Consecutive step records of one row that one worker made."""
+
+    worker: str
+    attempt: int
+    device: str
+    num_records: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one sample of a row came to, wherever it was decoded."""
+
+    completion: Completion
+    stretches: tuple[Stretch, ...]
+    """They cover the completion's records in order; the last is of the worker that ended it."""
+    num_migrations: int = 0
+    """How often the row went on in another engine."""
+
+    @property
+    def key(self) -> RowKey:
+        """Whose outcome it is."""
+        return self.completion.row_id, self.completion.sample_index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """One sample of a row that has not ended, between two engines or before the first.
+
+    Self-contained: any engine of the job's target ends it with the same text.
+    """
+
+    exported: Exported
+    stretches: tuple[Stretch, ...] = ()
+    """They cover the records so far, in order."""
+    num_migrations: int = 0
+
+    @property
+    def key(self) -> RowKey:
+        """Whose prefix it is."""
+        return self.exported.request.row_id, self.exported.request.sample_index
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self.exported.request.generated_ids)
 
 
 class EngineTotals(NamedTuple):

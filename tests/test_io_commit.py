@@ -1,15 +1,23 @@
+import contextlib
 import errno
 import itertools
 import multiprocessing
 import os
+import random
+import shutil
 import signal
+import subprocess
+import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
 
+import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
+from fault_store import Crash, Fault, FaultStore, MemoryStore
 from io_jobs import answer, planned, run_all, run_unit
 
 from bastion_batch.errors import OutputError
@@ -21,50 +29,13 @@ from bastion_batch.io.commit import (
     data_name,
     read_footer,
     remove_orphan_steps,
+    replace_unit,
     steps_name,
 )
+from bastion_batch.io.layout import ATTEMPTS_PER_INVOCATION
 from bastion_batch.io.results import load_steps, prove_complete
+from bastion_batch.io.retries import NO_RETRIES
 from bastion_batch.io.store import TEMPORARY, LocalStore
-
-
-class Crash(BaseException):
-    """The process is gone: nothing of ours may catch this."""
-
-
-class CrashingStore(LocalStore):
-    """Goes wrong at one of its calls: before it, after it, or with an error for what it did."""
-
-    def __init__(self, root, at, how):
-        super().__init__(root)
-        self._left = at
-        self._how = how
-
-    def _call(self, method, *args):
-        self._left -= 1
-        if self._left == -1 and self._how == "before":
-            raise Crash
-        if self._left == -1 and self._how == "failed":
-            raise OSError(errno.EIO, "not done")
-        result = method(*args)
-        if self._left == -1 and hasattr(result, "close"):
-            result.close()
-        if self._left == -1 and self._how == "after":
-            raise Crash
-        if self._left == -1 and self._how == "lost":
-            raise OSError(errno.EIO, "done, but the answer is lost")
-        return result
-
-    def put_if_absent(self, name, payload):
-        return self._call(super().put_if_absent, name, payload)
-
-    def exists(self, name):
-        return self._call(super().exists, name)
-
-    def open(self, name):
-        return self._call(super().open, name)
-
-    def remove(self, name):
-        return self._call(super().remove, name)
 
 
 def files(output):
@@ -79,16 +50,29 @@ def answers(output):
 
 def require_clean(output, plan):
     """Every row once, the steps of exactly those rows, and nothing left over."""
-    prove_complete(output, plan)
-    remove_orphan_steps(output)
+    remove_orphan_steps(output, plan)
+    require_sound(LocalStore(output), plan)
     named = [read_footer(output, data_name(u)).steps for u in range(plan.num_units)]
     assert sorted(files(output)) == sorted(
         [*(data_name(u) for u in range(plan.num_units)), *itertools.chain(*named)]
     )
-    data = pq.read_table(output / "data")
-    steps = load_steps(output)
-    assert sum(steps["num_committed"].to_pylist()) == sum(data["num_output_tokens"].to_pylist())
-    assert set(steps["worker"].to_pylist()) == set(data["worker"].to_pylist())
+
+
+def require_sound(store, plan):
+    """Every row once, and the steps of exactly those rows."""
+    prove_complete(store, plan)
+    for unit in range(plan.num_units):
+        footer = read_footer(store, data_name(unit))
+        data = parquet(store, data_name(unit))
+        steps = pa.concat_tables([parquet(store, name) for name in footer.steps])
+        assert sum(steps["num_committed"].to_pylist()) == sum(data["num_output_tokens"].to_pylist())
+        assert set(steps["worker"].to_pylist()) == set(data["worker"].to_pylist())
+        assert set(steps["attempt"].to_pylist()) == {footer.attempt}
+
+
+def parquet(store, name):
+    with store.open(name) as file:
+        return pq.read_table(file)
 
 
 @pytest.fixture
@@ -131,7 +115,7 @@ def test_a_crash_between_steps_and_data_commits_nothing(output, plan):
     assert load_steps(output).num_rows == 0
     assert run_unit(output, plan, 0, attempt=2).won
     assert set(load_steps(output)["attempt"].to_pylist()) == {2}
-    assert remove_orphan_steps(output) == 1
+    assert remove_orphan_steps(output, plan) == 1
     require_clean(output, plan)
 
 
@@ -183,13 +167,23 @@ def test_a_lost_answer_is_not_a_lost_race(output, plan, number):
 
 
 def test_a_failed_store_is_an_error_and_can_be_tried_again(output, plan):
-    store = LocalStore(output, link=broken_link(errno.EIO, works=False))
+    store = LocalStore(output, link=broken_link(errno.EIO, works=False), retries=NO_RETRIES)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         run_unit(store, plan, 0)
     assert committed_units(output) == set()
     assert not list((output / TEMPORARY).iterdir())
     assert run_unit(output, plan, 0).won
     require_clean(output, plan)
+
+
+def test_a_full_disk_is_waited_for_and_then_named(tmp_path):
+    namespace = ["unshare", "--user", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or subprocess.run([*namespace, "true"]).returncode:
+        pytest.skip("nothing may be mounted here")
+    script = [sys.executable, str(Path(__file__).with_name("full_disk.py")), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    ended = subprocess.run([*namespace, *script], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.ENOTSUP])
@@ -207,65 +201,168 @@ def test_without_hard_links_the_first_name_still_stands(output, plan, number):
     require_clean(output, plan)
 
 
-@pytest.mark.parametrize("how", ["before", "after", "failed", "lost"])
+class BreaksOnce:
+    """Breaks one call, counted from the first."""
+
+    def __init__(self, at, fault):
+        self.left = at
+        self.fault = fault
+
+    def __call__(self, op, name):
+        self.left -= 1
+        return self.fault if self.left == -1 else None
+
+
+@pytest.mark.parametrize("fault", set(Fault) - {Fault.STALE})
 @pytest.mark.parametrize("rival", [False, True])
-def test_whatever_goes_wrong_at_any_call_each_row_is_there_once(tmp_path, how, rival):
-    """Breaks each storage call of a commit in turn, with and without a rival, and goes on."""
-    plan = planned(tmp_path, num_rows=8)
+@pytest.mark.parametrize("conditional", [True, False])
+def test_whatever_goes_wrong_at_any_call_each_row_is_there_once(
+    tmp_path, fault, rival, conditional
+):
+    """Breaks each storage call of a commit in turn, with and without a rival, and goes on.
+
+    A late request arrives last of all.
+    """
+    plan = replace(planned(tmp_path, num_rows=8), conditional_put=conditional)
     for at in itertools.count():
-        output = tmp_path / f"out-{at}"
-        store = CrashingStore(output, at, how)
-        store.make_directories()
+        memory = MemoryStore(conditional=conditional)
+        decide = BreaksOnce(at, fault)
+        store = FaultStore(memory, decide)
         tables = answer(plan, 0, attempt=1)
 
-        def hook(output=output):
+        def hook(memory=memory):
             if rival:
-                run_unit(output, plan, 0, attempt=2)
+                run_unit(memory, plan, 0, attempt=2)
 
-        broke = True
-        try:
+        with contextlib.suppress(Crash, OSError):
             commit_unit(store, plan, 0, 1, *tables, before_data=hook)
-            broke = store._left < 0
-        except (Crash, OSError):
-            pass
         for attempt in (1, 3):  # the worker tries again, then another one does
-            commit = run_unit(output, plan, 0, attempt=attempt)
-            assert commit.attempt == read_footer(output, data_name(0)).attempt
+            commit = run_unit(memory, plan, 0, attempt=attempt)
+            assert commit.attempt == read_footer(memory, data_name(0)).attempt
             assert commit.won == (commit.attempt == attempt)
-        run_unit(output, plan, 1, attempt=3)
-        require_clean(output, plan)
-        if not broke:
+        run_unit(memory, plan, 1, attempt=3)
+        if conditional:
+            remove_orphan_steps(memory, plan)
+        store.land()
+        require_sound(memory, plan)
+        if decide.left >= 0:
             break
-    assert at >= (5 if rival else 3)
+    assert at >= (5 if rival and conditional else 3)
+
+
+def test_what_the_last_try_achieved_counts(tmp_path):
+    plan = planned(tmp_path, num_rows=4)
+
+    def decide(op, name):
+        return Fault.ERROR_AFTER if op == "put_if_absent" else None
+
+    store = FaultStore(MemoryStore(), decide, retries=NO_RETRIES)
+    assert run_unit(store, plan, 0, attempt=4) == Commit(won=True, attempt=4)
+    require_sound(store, plan)
+
+
+@pytest.mark.parametrize("fault", set(Fault) - {Fault.STALE})
+def test_whatever_goes_wrong_while_a_unit_is_replaced_it_is_whole(tmp_path, fault):
+    plan = planned(tmp_path, num_rows=4)
+    first, again, last = (answer(plan, 0, attempt) for attempt in (1, 2, 3))
+    for at in itertools.count():
+        memory = MemoryStore()
+        commit_unit(memory, plan, 0, 1, *first)
+        seen = memory.version(data_name(0))
+        decide = BreaksOnce(at, fault)
+        store = FaultStore(memory, decide)
+        with contextlib.suppress(Crash, OSError):
+            replace_unit(store, plan, 0, 2, *again, replaced=seen)
+        require_sound(memory, plan)
+        commit = replace_unit(memory, plan, 0, 3, *last, replaced=seen)
+        assert commit.won == (commit.attempt == 3)
+        remove_orphan_steps(memory, plan)
+        store.land()
+        require_sound(memory, plan)
+        assert read_footer(memory, data_name(0)).attempt == commit.attempt in (2, 3)
+        if decide.left >= 0:
+            break
+    assert at >= 3
+
+
+def test_steps_of_an_invocation_at_work_stay(tmp_path):
+    plan = planned(tmp_path, num_rows=4)
+    memory = MemoryStore()
+    for attempt in (1, ATTEMPTS_PER_INVOCATION + 1):
+        memory.put(steps_name(0, attempt), b"about to be named")
+    assert remove_orphan_steps(memory, plan) == 0, "the job is not complete"
+    commit_unit(memory, plan, 0, 2, *answer(plan, 0, 2))
+    assert remove_orphan_steps(memory, plan, live_invocations=[1]) == 1
+    assert steps_name(0, ATTEMPTS_PER_INVOCATION + 1) in memory.contents
+    assert remove_orphan_steps(memory, plan) == 1
+
+
+@pytest.mark.parametrize("conditional", [True, False])
+def test_of_attempts_that_break_again_and_again_one_stands_whole(tmp_path, conditional):
+    """Seeded: attempts within attempts, each call of which may break; late requests land late."""
+    plan = replace(planned(tmp_path, num_rows=4), conditional_put=conditional)
+    tables = {attempt: answer(plan, 0, attempt) for attempt in range(1, 7)}
+    for seed in range(60):
+        rng = random.Random(seed)
+        memory = MemoryStore(conditional=conditional)
+        stores = []
+
+        def decide(op, name, rng=rng):
+            return rng.choice(list(Fault)) if rng.random() < 0.3 else None
+
+        def attempts(numbers, rng=rng, memory=memory, stores=stores, decide=decide):
+            """The first commits, and while it does so some of the others do."""
+            if not numbers:
+                return
+            stores.append(FaultStore(memory, decide))
+            inner = numbers[1:] if rng.random() < 0.5 else []
+            with contextlib.suppress(Crash, OSError):
+                commit_unit(
+                    stores[-1],
+                    plan,
+                    0,
+                    numbers[0],
+                    *tables[numbers[0]],
+                    before_data=lambda: attempts(inner),
+                )
+            rng.choice(stores).land()
+            if committed_units(memory):
+                require_sound(memory, plan)
+            if not inner:
+                attempts(numbers[1:])
+
+        attempts(rng.sample(range(1, 6), 5))
+        commit_unit(memory, plan, 0, 6, *tables[6])
+        remove_orphan_steps(memory, plan)
+        while any(store.num_under_way for store in stores):
+            rng.choice(stores).land()
+            require_sound(memory, plan)
 
 
 class KilledAtLink:
     """A link during which the process is killed; crosses process borders by pickle."""
 
-    def __init__(self, directory, *, linked):
-        self.directory = directory
+    def __init__(self, *, linked):
         self.linked = linked
 
     def __call__(self, source, final):
-        if self.linked or final.parent.name != self.directory:
+        if self.linked:
             os.link(source, final)
-        if final.parent.name == self.directory:
-            os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("directory", ["steps", "data"])
 @pytest.mark.parametrize("linked", [False, True])
-def test_a_killed_process_leaves_all_or_nothing(output, plan, directory, linked):
-    store = LocalStore(output, link=KilledAtLink(directory, linked=linked))
+def test_a_killed_process_leaves_all_or_nothing(output, plan, linked):
+    store = LocalStore(output, link=KilledAtLink(linked=linked))
     context = multiprocessing.get_context("spawn")
     process = context.Process(target=run_unit, args=(store, plan, 0, 1))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
-    done = directory == "data" and linked
-    assert committed_units(output) == ({0} if done else set())
+    assert committed_units(output) == ({0} if linked else set())
     assert list((output / TEMPORARY).iterdir()), "a killed process cleans nothing"
-    assert run_unit(output, plan, 0, attempt=2) == Commit(won=not done, attempt=1 if done else 2)
+    commit = run_unit(output, plan, 0, attempt=2)
+    assert commit == Commit(won=not linked, attempt=1 if linked else 2)
     require_clean(output, plan)
 
 
@@ -300,7 +397,7 @@ def test_of_many_threads_one_commits_each_unit(tmp_path):
         winners = [i for i, c in enumerate(commits, start=1) if c[unit].won]
         assert standing == set(winners)
         assert len(winners) == 1
-    assert remove_orphan_steps(output) == 0
+    assert remove_orphan_steps(output, plan) == 0
     require_clean(output, plan)
 
 
@@ -317,7 +414,7 @@ def test_of_two_processes_one_commits_each_unit(tmp_path):
     for a, b in zip(one, two, strict=True):
         assert a.won != b.won
         assert a.attempt == b.attempt == (1 if a.won else 2)
-    assert remove_orphan_steps(output) == 0
+    assert remove_orphan_steps(output, plan) == 0
     require_clean(output, plan)
 
 

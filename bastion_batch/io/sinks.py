@@ -1,6 +1,6 @@
 """The two tables of a unit, `data/` and `steps/`, collected from the outcomes of its requests."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from bastion_batch.io.jsonl import replace_surrogates
 from bastion_batch.io.plan import Plan
 from bastion_batch.io.reader import UnitRows
 from bastion_batch.io.schemas import ROW_COLUMNS, STEP_COLUMNS, STEPS_SCHEMA, data_schema
-from bastion_batch.records import Completion, RowFault, StepRecord
+from bastion_batch.records import Completion, Outcome, RowFault, RowKey, StepRecord, Stretch
 
 __all__ = ["STEPS_SCHEMA", "Tables", "UnitBuilder", "data_schema", "records_steps"]
 
@@ -23,26 +23,30 @@ class Tables(NamedTuple):
     """None when no steps are recorded."""
 
 
-class _Outcome(NamedTuple):
-    completion: Completion
-    num_migrations: int
-
-
 class _Step(NamedTuple):
     row_id: str
     sample_index: int
     record: StepRecord
+    by: Stretch
 
 
 class UnitBuilder:
     """Collects one outcome for each (row, sample) of a unit.
 
     Rows that could not be read are terminal from the start. A second outcome of the same sample
-    changes nothing: messages may be delivered twice.
+    changes nothing: messages may be delivered twice. With `only`, the unit is these samples.
     """
 
     def __init__(
-        self, plan: Plan, unit: int, rows: UnitRows, worker: str, attempt: int, device: str
+        self,
+        plan: Plan,
+        unit: int,
+        rows: UnitRows,
+        worker: str,
+        attempt: int,
+        device: str,
+        *,
+        only: Collection[RowKey] | None = None,
     ) -> None:
         self._plan = plan
         self._unit = unit
@@ -51,30 +55,50 @@ class UnitBuilder:
         self._attempt = attempt
         self._device = device
         self._positions = {row_id: i for i, row_id in enumerate(rows.row_ids)}
-        self._outcomes: dict[tuple[int, int], _Outcome] = {}
-        for row_id, fault in zip(rows.row_ids, rows.faults, strict=True):
+        self._keys = [
+            (position, sample)
+            for row_id, position in self._positions.items()
+            for sample in range(plan.samples_per_row)
+            if only is None or (row_id, sample) in only
+        ]
+        self._outcomes: dict[tuple[int, int], Outcome] = {}
+        for position, sample in self._keys:
+            fault = rows.faults[position]
             if fault is not None:
-                for sample in range(plan.samples_per_row):
-                    self.add_fault(row_id, sample, fault)
+                self.add_fault(rows.row_ids[position], sample, fault)
 
     def pending(self) -> Iterator[tuple[int, int]]:
         """Yield (position in the unit, sample index) of what has no outcome yet."""
-        return (key for key in self._keys() if key not in self._outcomes)
+        return (key for key in self._keys if key not in self._outcomes)
 
-    def _keys(self) -> Iterator[tuple[int, int]]:
-        samples = range(self._plan.samples_per_row)
-        return ((i, s) for i in range(len(self._rows.row_ids)) for s in samples)
+    def row_keys(self) -> list[RowKey]:
+        """Every sample that the unit is, in order."""
+        return [(self._rows.row_ids[position], sample) for position, sample in self._keys]
 
     @property
     def complete(self) -> bool:
-        """Whether every sample of every row has its outcome."""
-        return len(self._outcomes) == len(self._rows.row_ids) * self._plan.samples_per_row
+        """Whether every sample has its outcome."""
+        return len(self._outcomes) == len(self._keys)
 
-    def add(self, completion: Completion, num_migrations: int = 0) -> None:
-        """Take a completion of one of the unit's rows."""
+    def add(
+        self,
+        completion: Completion,
+        num_migrations: int = 0,
+        stretches: Sequence[Stretch] = (),
+    ) -> None:
+        """Take a completion of one of the unit's rows.
+
+        `stretches` say who made which of its records; without them this worker made all.
+        """
         assert 0 <= completion.sample_index < self._plan.samples_per_row, completion.sample_index
         key = (self._positions[completion.row_id], completion.sample_index)
-        self._outcomes.setdefault(key, _Outcome(_settled(completion), num_migrations))
+        own = Stretch(self._worker, self._attempt, self._device, len(completion.records))
+        outcome = Outcome(
+            completion=_settled(completion),
+            stretches=tuple(stretches) or (own,),
+            num_migrations=num_migrations,
+        )
+        self._outcomes.setdefault(key, outcome)
 
     def add_fault(
         self, row_id: str, sample_index: int, fault: RowFault, num_prompt_tokens: int = 0
@@ -99,19 +123,20 @@ class UnitBuilder:
         return Tables(self._data(), self._steps())
 
     def _data(self) -> pa.Table:
-        keys = list(self._keys())
+        positions = [position for position, _ in self._keys]
         carried = self._rows.table.select(list(self._plan.carried))
-        if self._plan.samples_per_row > 1:
-            carried = carried.take(pa.array([position for position, _ in keys], pa.int64()))
-        outcomes = [self._outcomes[key] for key in keys]
+        if positions != list(range(carried.num_rows)):
+            carried = carried.take(pa.array(positions, pa.int64()))
+        outcomes = [self._outcomes[key] for key in self._keys]
         schema = self._plan.data_schema
         ours = [schema.field(i) for i in range(carried.num_columns, len(schema))]
         values = [self._values(outcome) for outcome in outcomes]
         columns = [pa.array([v[f.name] for v in values], type=f.type) for f in ours]
         return pa.Table.from_arrays([*carried.columns, *columns], schema=schema)
 
-    def _values(self, outcome: _Outcome) -> dict[str, Any]:
+    def _values(self, outcome: Outcome) -> dict[str, Any]:
         done, fault = outcome.completion, outcome.completion.fault
+        ended_by = outcome.stretches[-1]
         return {
             "row_id": done.row_id,
             "sample_index": done.sample_index,
@@ -124,8 +149,8 @@ class UnitBuilder:
             "num_steps": done.num_steps,
             "tokens_per_step": done.tokens_per_step,
             "output_token_ids": None if fault else done.output_ids,
-            "worker": self._worker,
-            "device": self._device,
+            "worker": ended_by.worker,
+            "device": ended_by.device,
             "migrations": outcome.num_migrations,
         }
 
@@ -133,10 +158,10 @@ class UnitBuilder:
         if self._plan.steps == "off":
             return None
         steps = [
-            _Step(done.row_id, done.sample_index, record)
-            for done in (self._outcomes[key].completion for key in self._keys())
-            if records_steps(self._plan.steps, done.row_id)
-            for record in done.records
+            step
+            for outcome in (self._outcomes[key] for key in self._keys)
+            if records_steps(self._plan.steps, outcome.key[0])
+            for step in _steps_of(outcome)
         ]
         values = self._step_values(steps)
         columns = [pa.array(values[f.name], type=f.type) for f in self._plan.steps_schema]
@@ -149,14 +174,21 @@ class UnitBuilder:
             "row_id": [step.row_id for step in steps],
             "sample_index": [step.sample_index for step in steps],
             "unit": [self._unit] * len(steps),
-            "worker": [self._worker] * len(steps),
-            "attempt": [self._attempt] * len(steps),
-            "device": [self._device] * len(steps),
+            "worker": [step.by.worker for step in steps],
+            "attempt": [step.by.attempt for step in steps],
+            "device": [step.by.device for step in steps],
             "method": [record.method for record in records],
             "step": [timing.step for timing in timings],
             **{name: [getattr(r, name) for r in records] for name in ROW_COLUMNS},
             **{name: [getattr(t, name) for t in timings] for name in STEP_COLUMNS},
         }
+
+
+def _steps_of(outcome: Outcome) -> Iterator[_Step]:
+    """The records of an outcome, each with who made it; of a failed one there are none."""
+    makers = (by for by in outcome.stretches for _ in range(by.num_records))
+    for record, by in zip(outcome.completion.records, makers, strict=False):
+        yield _Step(*outcome.key, record, by)
 
 
 def records_steps(steps: str, row_id: str) -> bool:
