@@ -6,14 +6,22 @@ from hypothesis import strategies as st
 
 from bastion_batch.cluster.coordinator import Coordinator
 from bastion_batch.cluster.messages import (
+    Directions,
     Done,
+    FaultCount,
+    Held,
+    InFlight,
     Lease,
+    Move,
+    Ownership,
+    Refused,
+    Suspect,
     UnitSummary,
     Wait,
     WorkerReport,
 )
 from bastion_batch.cluster.runs import PendingUnits
-from bastion_batch.records import EngineTotals, measured_speedup
+from bastion_batch.records import End, EngineTotals, measured_speedup
 
 SUMMARY = UnitSummary(num_outputs=4, num_failed=0, won=True)
 
@@ -74,7 +82,7 @@ def test_a_lost_workers_units_come_back_in_order_with_a_higher_epoch():
     mine = [c.lease(1, 0.0) for _ in range(3)]
     commit(c, 1, mine[1])
     c.worker_lost(1, (), 0.0)
-    assert lease_all(c, 2) == [Lease(0, 2), Lease(2, 2), Lease(3, 1), Lease(4, 1)]
+    assert [lease[:2] for lease in lease_all(c, 2)] == [(0, 2), (2, 2), (3, 1), (4, 1)]
 
 
 def test_a_lost_worker_is_told_to_stop_and_its_late_commit_is_dropped():
@@ -98,7 +106,7 @@ def test_a_unit_whose_file_exists_is_done_even_if_its_message_was_lost():
     assert len(lease_all(c, 1)) == 2
     c.worker_lost(1, {1}, 0.0)
     c.register("w0", 2, {}, 0.0)
-    assert lease_all(c, 2) == [Lease(0, 2)]
+    assert [lease[:2] for lease in lease_all(c, 2)] == [(0, 2)]
 
 
 def test_losing_a_worker_twice_or_before_it_registered_changes_nothing():
@@ -168,6 +176,189 @@ def test_speedup_weighs_each_device_by_its_own_plain_rate():
     assert measured_speedup([fast, slow]) == pytest.approx(2.5)
     assert measured_speedup([EngineTotals(), fast]) == pytest.approx(2.0)
     assert measured_speedup([EngineTotals(plain_tokens=3, plain_seconds=1.0)]) is None
+
+
+def report(c, attempt, *rows, now=0.0, num_steps=0, **fields):
+    """Report these rows; what the coordinator answers."""
+    counts = EngineTotals(num_steps=num_steps)
+    values = {"num_uncommitted": 0, "num_finished": 0, "num_finished_tokens": 0} | fields
+    return c.report(attempt, WorkerReport(counts, **values, rows=rows), now)
+
+
+def row(number, unit, epoch=1, *, live=True):
+    return InFlight(f"r{number}", 0, unit, epoch, 0, live)
+
+
+def two_workers(**options):
+    c = coordinator(4, **options)
+    c.register("w0", 1, {}, 0.0)
+    c.register("w1", 2, {}, 0.0)
+    return c
+
+
+def test_a_new_owner_is_told_who_has_rows_of_its_unit():
+    c = two_workers()
+    unit = c.lease(1, 0.0).unit
+    report(c, 2, row(7, unit), row(8, unit, live=False), row(9, 3))
+    c.worker_lost(1, (), 0.0)
+    lease = next(lease for lease in lease_all(c, 2) if lease.unit == unit)
+    assert lease.epoch == 2
+    assert lease.held == (Held("r7", 0, 2), Held("r8", 0, 2))
+
+
+def test_who_has_rows_of_a_unit_is_told_of_its_new_owner_and_of_its_end():
+    c = two_workers()
+    c.register("w2", 3, {}, 0.0)
+    unit = c.lease(1, 0.0).unit
+    assert report(c, 2, row(7, unit)).owners == ()
+    c.worker_lost(1, (), 0.0)
+    assert report(c, 2, row(7, unit)).owners == ()
+    lease = next(lease for lease in lease_all(c, 3) if lease.unit == unit)
+    for _ in range(2):
+        assert report(c, 2, row(7, unit)).owners == (Ownership(unit, 2, 3),)
+    assert report(c, 2, row(7, unit, epoch=2)).owners == ()
+    commit(c, 3, lease)
+    assert report(c, 2, row(7, unit, epoch=2)).released == (unit,)
+
+
+def test_an_owner_is_told_which_of_its_helpers_are_gone():
+    c = two_workers()
+    c.lease(1, 0.0)
+    assert report(c, 1, away_at=(2,)).lost == ()
+    c.worker_lost(2, (), 0.0)
+    assert report(c, 1, away_at=(2, 9)).lost == (2, 9)
+
+
+def test_a_move_is_told_to_the_owner_once():
+    c = two_workers()
+    unit = c.lease(1, 0.0).unit
+    assert c.move(unit, "r7", 0, 2)
+    assert report(c, 2).moves == ()
+    assert report(c, 1).moves == (Move(unit, "r7", 0, 2),)
+    assert report(c, 1).moves == ()
+
+
+def test_nothing_moves_to_who_is_gone_or_going_or_from_a_unit_that_nobody_has():
+    c = two_workers()
+    unit = c.lease(1, 0.0).unit
+    assert not c.move(3, "r7", 0, 2)
+    assert not c.move(unit, "r7", 0, 9)
+    c.dismiss(2)
+    assert not c.move(unit, "r7", 0, 2)
+
+
+def test_a_dismissed_worker_gives_its_units_back_and_its_rows_are_no_suspects():
+    c = two_workers()
+    lease = c.lease(1, 0.0)
+    report(c, 1, row(7, lease.unit))
+    c.dismiss(1)
+    assert report(c, 1).drain
+    assert c.lease(1, 0.0) == Done(drained=True)
+    c.give_back(1, *lease[:2], 0.0)
+    c.give_back(1, *lease[:2], 0.0)
+    c.worker_lost(1, (), 0.0)
+    again = next(reply for reply in lease_all(c, 2) if reply.unit == lease.unit)
+    assert (again.epoch, again.suspects) == (2, ())
+    assert c.num_dropped == 1
+
+
+def test_rows_that_were_in_an_engine_when_it_ended_are_suspects():
+    c = two_workers()
+    unit = c.lease(1, 0.0).unit
+    report(c, 1, row(7, unit), row(8, unit, live=False), row(9, 3, live=True))
+    c.worker_lost(1, (), 0.0)
+    c.register("w0", 3, {}, 0.0)
+    leases = {lease.unit: lease for lease in lease_all(c, 3)}
+    assert leases[unit].suspects == (Suspect("r7", 0, frozenset({End("w0", 1)})),)
+    assert leases[3].suspects == (Suspect("r9", 0, frozenset({End("w0", 1)})),)
+    report(c, 3, row(7, unit, epoch=2))
+    c.worker_lost(3, (), 0.0)
+    again = next(lease for lease in lease_all(c, 2) if lease.unit == unit)
+    assert again.suspects == (Suspect("r7", 0, frozenset({End("w0", 1), End("w0", 3)})),)
+    assert not again.lone_worker
+
+
+def test_whose_steps_stand_still_with_rows_is_stuck():
+    c = two_workers()
+    report(c, 1, row(7, 0), num_steps=5, now=10.0)
+    report(c, 2, now=10.0)
+    report(c, 1, row(7, 0), num_steps=5, now=100.0)
+    report(c, 2, now=100.0)
+    assert c.stuck(100.0, 60.0) == [1]
+    report(c, 1, row(7, 0), num_steps=6, now=101.0)
+    assert c.stuck(102.0, 60.0) == []
+    assert c.stuck(162.0, 60.0) == [1, 2], "who says nothing makes no progress either"
+    c.worker_lost(1, (), 162.0)
+    assert c.stuck(170.0, 60.0) == [2]
+
+
+def test_a_refused_row_goes_to_the_emptiest_other_worker_until_all_have_refused_it():
+    c = two_workers()
+    c.register("w2", 3, {}, 0.0)
+    unit = c.lease(1, 0.0).unit
+    report(c, 2, row(5, 3))
+    refused = Refused(unit, "r7", 0, (1,))
+    assert report(c, 1, refused=(refused,)).moves == (Move(unit, "r7", 0, 3),)
+    refused = Refused(unit, "r7", 0, (1, 3))
+    assert report(c, 1, refused=(refused,)).moves == (Move(unit, "r7", 0, 2),)
+    refused = Refused(unit, "r7", 0, (1, 3, 2))
+    assert report(c, 1, refused=(refused,)) == Directions(hopeless=(refused,))
+
+
+def faults(unit, **kinds):
+    return tuple(FaultCount(unit, kind, n, f"{kind} of a row") for kind, n in kinds.items())
+
+
+def test_the_breaker_stops_a_job_of_which_most_rows_fail_alike():
+    c = coordinator(spans=[0] * 100)
+    c.register("w0", 1, {}, 0.0)
+    c.lease(1, 0.0)
+    few = report(c, 1, num_uncommitted=19, faults=faults(0, null_prompt=19))
+    assert (few.drain, few.may_commit_faults) == (False, False)
+    many = report(c, 1, num_uncommitted=21, faults=faults(0, null_prompt=11, empty_prompt=10))
+    assert (many.drain, many.may_commit_faults) == (True, False)
+    failure = c.progress(0.0).failure
+    assert failure == "11 of the first 21 outputs failed, null_prompt: null_prompt of a row"
+    assert c.lease(1, 0.0) == Done(drained=True)
+
+
+def test_the_breaker_lets_a_job_go_on_whose_rows_fail_in_different_ways():
+    c = coordinator(spans=[0] * 100)
+    c.register("w0", 1, {}, 0.0)
+    c.lease(1, 0.0)
+    mixed = report(c, 1, num_uncommitted=40, faults=faults(0, null_prompt=20, empty_prompt=20))
+    assert (mixed.drain, mixed.may_commit_faults) == (False, False)
+    good = report(c, 1, num_uncommitted=240, faults=faults(0, null_prompt=140))
+    assert (good.drain, good.may_commit_faults) == (False, True)
+    late = report(c, 1, num_uncommitted=390, faults=faults(0, null_prompt=290))
+    assert (late.drain, late.may_commit_faults) == (False, True)
+
+
+def test_the_breaker_counts_the_outputs_of_lost_workers_once():
+    c = coordinator(spans=[0] * 100)
+    for attempt in (1, 2, 3):
+        c.register("w0", attempt, {}, 0.0)
+        c.lease(attempt, 0.0)
+        answer = report(c, attempt, num_uncommitted=12, faults=faults(0, null_prompt=12))
+        assert not answer.drain
+        c.worker_lost(attempt, (), 0.0)
+    assert c.progress(0.0).failure is None
+
+
+def test_the_breaker_has_no_say_in_a_job_that_is_well_under_way():
+    c = coordinator(spans=[0] * 100, done=range(25))
+    c.register("w0", 1, {}, 0.0)
+    c.lease(1, 0.0)
+    answer = report(c, 1, num_uncommitted=40, faults=faults(30, null_prompt=40))
+    assert (answer.drain, answer.may_commit_faults) == (False, True)
+
+
+def test_a_small_job_may_commit_its_faults_once_every_output_is_terminal():
+    c = coordinator(3)
+    c.register("w0", 1, {}, 0.0)
+    lease_all(c, 1)
+    assert not report(c, 1, num_uncommitted=11, faults=faults(0, a=4)).may_commit_faults
+    assert report(c, 1, num_uncommitted=12, faults=faults(0, a=5)).may_commit_faults
 
 
 class _Schedule:

@@ -178,7 +178,7 @@ def test_an_engine_fault_ends_the_worker_and_another_finishes_its_units(tmp_path
     bench.coordinator.worker_lost(65537, done, 0.0)
     bench.worker(65538).run()
     prove_complete(bench.job.output.path, bench.plan)
-    log = (tmp_path / "out/_bastion/logs/w0.log").read_text()
+    log = (tmp_path / "out/_bastion/logs/w0-65537.log").read_text()
     assert "worker w0 ends" in log
     assert "illegal memory access" in log
 
@@ -232,7 +232,7 @@ def test_a_changed_input_stops_the_worker(tmp_path):
 def test_no_prompt_text_in_the_log(tmp_path):
     rows = [{"prompt": "SECRET-" + "x" * 5000}, {"prompt": "SECRET words"}]
     Bench(make_job(tmp_path, rows)).worker().run()
-    assert "SECRET" not in (tmp_path / "out/_bastion/logs/w0.log").read_text()
+    assert "SECRET" not in (tmp_path / "out/_bastion/logs/w0-65537.log").read_text()
 
 
 def test_threads_are_the_workers_share_of_the_cores():

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from bastion_batch.cluster.node import NodeShare
+from bastion_batch.cluster.start_memory import Rows, build_within_memory
 from bastion_batch.config import JobConfig
 from bastion_batch.errors import JobFileError
-from bastion_batch.records import Completion, Request, RowFault
+from bastion_batch.records import Completion, Exported, Request, RowFault
 
 if TYPE_CHECKING:
     from bastion_batch.engine.checkpoints import ModelFiles
@@ -20,8 +21,12 @@ class DecodingEngine(Protocol):
     max_batch: int
     tokenizer: Any
 
-    def add(self, request: Request) -> None:
-        """Queue a request that `check` accepts."""
+    def add(self, request: Request | Exported) -> None:
+        """Queue a request that `check` accepts, or a row that another engine has exported."""
+        ...
+
+    def export(self, row_id: str, sample_index: int = 0) -> Exported:
+        """Take a row out with its tokens; ValueError if it is neither waiting nor live."""
         ...
 
     def step(self) -> list[Completion]:
@@ -119,20 +124,24 @@ class PretrainedEngines:
         from bastion_batch.engine import Engine
 
         transformers_logging.disable_progress_bar()  # the log of a worker is not a terminal
-        return Engine.from_pretrained(
-            job.model.target,
-            job.model.drafter,
-            revision=job.model.revision,
-            dtype=job.model.dtype,
-            device=device,
-            method=job.decoding.method,
-            nodes_per_row=job.decoding.nodes_per_row,
-            max_nodes=job.decoding.max_nodes,
-            max_batch=job.workers.max_batch,
-            memory_share=share.memory_share,
-            threads=share.num_threads,
-            baseline_bursts=True,
-        )
+
+        def build(max_batch: Rows) -> Engine:
+            return Engine.from_pretrained(
+                job.model.target,
+                job.model.drafter,
+                revision=job.model.revision,
+                dtype=job.model.dtype,
+                device=device,
+                method=job.decoding.method,
+                nodes_per_row=job.decoding.nodes_per_row,
+                max_nodes=job.decoding.max_nodes,
+                max_batch=max_batch,
+                memory_share=share.memory_share,
+                threads=share.num_threads,
+                baseline_bursts=True,
+            )
+
+        return build_within_memory(build, job.workers.max_batch)
 
 
 def as_mapping(values: Any) -> Mapping[str, Any]:  # noqa: ANN401 - any named tuple

@@ -6,7 +6,23 @@ The coordinator's process imports neither torch nor pyarrow.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from bastion_batch.records import EngineTotals
+from bastion_batch.records import End, EngineTotals
+
+
+class Suspect(NamedTuple):
+    """A row that was in engines when they ended; it may be what ended them."""
+
+    row_id: str
+    sample_index: int
+    ends: frozenset[End]
+
+
+class Held(NamedTuple):
+    """A row of a unit that a live worker has, decoding or ended, for an earlier owner."""
+
+    row_id: str
+    sample_index: int
+    attempt: int
 
 
 class Lease(NamedTuple):
@@ -14,6 +30,10 @@ class Lease(NamedTuple):
 
     unit: int
     epoch: int
+    held: tuple[Held, ...] = ()
+    suspects: tuple[Suspect, ...] = ()
+    lone_worker: bool = False
+    """Whether there is no second worker on which a suspect could be tried."""
 
 
 class Wait(NamedTuple):
@@ -33,6 +53,16 @@ class Done(NamedTuple):
 LeaseReply = Lease | Wait | Done
 
 
+class FaultCount(NamedTuple):
+    """Row faults of one kind in one unit."""
+
+    unit: int
+    kind: str
+    count: int
+    example: str
+    """The message of one of them."""
+
+
 class UnitSummary(NamedTuple):
     """What a committed unit holds."""
 
@@ -40,6 +70,29 @@ class UnitSummary(NamedTuple):
     num_failed: int
     won: bool
     """False when another attempt's file was there first; it stands, and holds the same rows."""
+
+
+class InFlight(NamedTuple):
+    """A row that a worker has: in its engine, or ended and kept for its owner."""
+
+    row_id: str
+    sample_index: int
+    unit: int
+    epoch: int
+    num_tokens: int
+    """Output tokens that it is known to have: those with which it entered the engine."""
+    live: bool
+    """Whether the engine has it."""
+
+
+class Refused(NamedTuple):
+    """A row of the sender's units that some engines could not decode, though others may."""
+
+    unit: int
+    row_id: str
+    sample_index: int
+    by: tuple[int, ...]
+    """The attempts whose engines could not."""
 
 
 class WorkerReport(NamedTuple):
@@ -52,6 +105,55 @@ class WorkerReport(NamedTuple):
     """Outputs finished by decoding, committed or not."""
     num_finished_tokens: int
     """Output tokens of those."""
+    rows: tuple[InFlight, ...] = ()
+    away_at: tuple[int, ...] = ()
+    """Attempts that decode rows of the sender's units."""
+    faults: tuple[FaultCount, ...] = ()
+    """Of the units still open."""
+    refused: tuple[Refused, ...] = ()
+
+
+class Ownership(NamedTuple):
+    """Who owns a unit now."""
+
+    unit: int
+    epoch: int
+    attempt: int
+
+
+class Move(NamedTuple):
+    """To the owner of a unit: have this row decoded by that attempt, which may be the owner."""
+
+    unit: int
+    row_id: str
+    sample_index: int
+    to: int
+
+
+class Directions(NamedTuple):
+    """The coordinator's answer to a report.
+
+    It follows from the report and from the coordinator's state alone, so that one that is lost
+    or late does no harm: the next one says it again. Moves are said once.
+    """
+
+    drain: bool = False
+    """Journal what there is, commit what is complete, and end."""
+    may_commit_faults: bool = False
+    """Whether units with row faults may be committed: the breaker has not tripped and cannot."""
+    lost: tuple[int, ...] = ()
+    """Those of `away_at` that are gone: their rows are the owner's to decode again."""
+    owners: tuple[Ownership, ...] = ()
+    """New owners of units of which the sender has rows."""
+    released: tuple[int, ...] = ()
+    """Committed units of which the sender has rows: nobody needs them."""
+    moves: tuple[Move, ...] = ()
+    hopeless: tuple[Refused, ...] = ()
+    """Refused rows that no other worker is left to try."""
+
+    def followed_by(self, newer: "Directions") -> "Directions":
+        """Both as one: all that is said once, and otherwise the newer."""
+        return newer._replace(moves=self.moves + newer.moves)
 
 
 class AttemptRecord(NamedTuple):
@@ -65,6 +167,8 @@ class AttemptRecord(NamedTuple):
     counts: EngineTotals
     num_units: int
     """Units it committed."""
+    num_finished: int = 0
+    """Outputs that it finished by decoding."""
 
 
 class Progress(NamedTuple):
@@ -89,6 +193,8 @@ class Progress(NamedTuple):
     speedup: float | None
     """Over plain decoding, measured; None until both have been."""
     eta_seconds: float | None
+    failure: str | None = None
+    """Why the job must stop: nearly every row fails, and of the same fault."""
 
     @property
     def finished(self) -> bool:

@@ -1,15 +1,25 @@
 """An engine without a model: a function of the request, at a settable pace.
 
 For tests of scheduling and of faults: the text depends on the request's noise key alone, like a
-real engine's, so that any two ways to run a job must give the same rows.
+real engine's, so that any two ways to run a job must give the same rows. Rows can be told to do
+harm, each in its first step after its prompt's:
+
+    die       the process ends by SIGKILL
+    raise     the step raises, as after a CUDA fault
+    hang      the step never ends
+    stall     the row gets no more tokens, the others do
+    refuse    the engine cannot go on with the row: `out_of_memory`
 """
 
+import os
+import signal
 import time
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from bastion_batch.cluster.engines import TargetFiles
 from bastion_batch.cluster.node import NodeShare
@@ -18,6 +28,7 @@ from bastion_batch.errors import ModelError
 from bastion_batch.records import (
     Completion,
     EngineTotals,
+    Exported,
     Request,
     RowFault,
     StepRecord,
@@ -26,6 +37,8 @@ from bastion_batch.records import (
 
 MAX_CONTEXT = 4096
 TOKENS_PER_STEP = 2
+
+Harm = Literal["die", "raise", "hang", "stall", "refuse"]
 
 
 class LetterTokenizer:
@@ -70,19 +83,49 @@ class _Row:
     script: tuple[int, ...]
     num_done: int
     records: list[StepRecord]
+    num_steps: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.request.row_id, self.request.sample_index
+
+    @property
+    def exported(self) -> Exported:
+        request = replace(self.request, generated_ids=self.script[: self.num_done])
+        return Exported(request, tuple(self.records), self.num_steps)
 
 
 class ScriptedEngine:
-    """Obeys the interface of `bastion_batch.engine.Engine`; every step takes as long as told."""
+    """Obeys the interface of `bastion_batch.engine.Engine`; every step takes as long as told.
 
-    def __init__(self, *, max_batch: int = 8, step_seconds: float = 0.0, threads: int = 1) -> None:
+    Args:
+        max_batch: rows live at a time.
+        step_seconds: of every step.
+        threads: for `info`.
+        harm: what rows do, by `row_id`.
+        max_context: tokens that a prompt must stay below.
+        sleep: waits for so many seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_batch: int = 8,
+        step_seconds: float = 0.0,
+        threads: int = 1,
+        harm: Mapping[str, Harm] | None = None,
+        max_context: int = MAX_CONTEXT,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         self.max_batch = max_batch
-        self.max_context = MAX_CONTEXT
+        self.max_context = max_context
         self.tokenizer = LetterTokenizer()
         self.info = ScriptedInfo(max_batch=max_batch, threads=threads)
         self.totals = EngineTotals()
         self._step_seconds = step_seconds
-        self._waiting: deque[Request] = deque()
+        self._harm = harm or {}
+        self._sleep = sleep
+        self._waiting: deque[_Row] = deque()
         self._rows: list[_Row] = []
 
     @property
@@ -110,9 +153,23 @@ class ScriptedEngine:
             return RowFault("prompt_too_long", message)
         return None
 
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        self._waiting.append(request)
+    def add(self, request: Request | Exported) -> None:
+        """Queue a request, or a row that another engine has exported."""
+        coming = request if isinstance(request, Exported) else Exported(request)
+        script = scripted_ids(coming.request)
+        done = coming.request.generated_ids
+        assert done == script[: len(done)], "the tokens so far are another row's"
+        records = list(coming.records)
+        self._waiting.append(_Row(coming.request, script, len(done), records, coming.num_steps))
+
+    def export(self, row_id: str, sample_index: int = 0) -> Exported:
+        """Take a row out with its tokens."""
+        for rows in (self._waiting, self._rows):
+            for row in rows:
+                if row.key == (row_id, sample_index):
+                    rows.remove(row)
+                    return row.exported
+        raise ValueError(f"row {row_id}, sample {sample_index}: neither waiting nor live")
 
     def step(self) -> list[Completion]:
         """Prefill the rows that enter, and commit two tokens of every other."""
@@ -120,33 +177,52 @@ class ScriptedEngine:
             self._waiting.popleft()
             for _ in range(min(len(self._waiting), self.max_batch - len(self._rows)))
         ]
-        decoding = list(self._rows)
-        self._rows += [_Row(request, scripted_ids(request), 0, []) for request in entering]
-        time.sleep(self._step_seconds)
-        timing = self._timing(sum(len(request.prompt_ids) for request in entering))
-        num_committed = sum(_advance(row, TOKENS_PER_STEP, "bastion", timing) for row in decoding)
-        num_prefilled = sum(
-            _advance(row, 1, "prefill", timing) for row in self._rows[len(decoding) :]
-        )
+        refused = self._do_harm()
+        decoding = [row for row in self._rows if self._harm.get(row.key[0]) != "stall"]
+        self._rows += entering
+        self._sleep(self._step_seconds)
+        timing = self._timing(sum(len(row.request.prompt_ids) + row.num_done for row in entering))
+        num_committed = sum(_advance(row, TOKENS_PER_STEP, timing) for row in decoding)
+        num_prefilled = sum(_prefill(row, timing) for row in entering)
+        self._count(len(decoding), num_committed, num_prefilled, timing)
+        ended = [row for row in self._rows if row.num_done == len(row.script)]
+        self._rows = [row for row in self._rows if row.num_done < len(row.script)]
+        return [*(_completion(row) for row in ended), *refused]
+
+    def _do_harm(self) -> list[Completion]:
+        """What the live rows do besides being decoded; the completions of those refused."""
+        refused = []
+        for row in list(self._rows):
+            match self._harm.get(row.key[0]):
+                case "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "raise":
+                    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+                case "hang":
+                    while True:
+                        self._sleep(1.0)
+                case "refuse":
+                    self._rows.remove(row)
+                    refused.append(_refusal(row))
+        return refused
+
+    def _count(self, num_rows: int, decoded: int, prefilled: int, timing: StepTiming) -> None:
         self.totals = self.totals.plus(
             EngineTotals(
                 num_steps=1,
-                num_row_steps=len(decoding),
-                num_committed=num_committed + num_prefilled,
-                num_decoded=num_committed,
-                num_nodes=TOKENS_PER_STEP * len(decoding),
+                num_row_steps=num_rows,
+                num_committed=decoded + prefilled,
+                num_decoded=decoded,
+                num_nodes=TOKENS_PER_STEP * num_rows,
                 num_prefill_tokens=timing.prefill_tokens,
                 step_seconds=self._step_seconds,
                 plain_steps=1,
-                plain_tokens=len(decoding),
+                plain_tokens=num_rows,
                 plain_seconds=self._step_seconds,
-                paired_tokens=TOKENS_PER_STEP * len(decoding),
+                paired_tokens=TOKENS_PER_STEP * num_rows,
                 paired_seconds=self._step_seconds,
             )
         )
-        ended = [row for row in self._rows if row.num_done == len(row.script)]
-        self._rows = [row for row in self._rows if row.num_done < len(row.script)]
-        return [_completion(row) for row in ended]
 
     def _timing(self, num_prefill_tokens: int) -> StepTiming:
         seconds = self._step_seconds
@@ -168,25 +244,38 @@ class ScriptedEngine:
         )
 
 
-def _advance(row: _Row, num_tokens: int, method: str, timing: StepTiming) -> int:
+def _prefill(row: _Row, timing: StepTiming) -> int:
+    """Take a row in: its first token, or none if it only rebuilds a cache."""
+    num_committed = 0 if row.num_done else 1
+    _record(row, "prefill", num_committed, timing)
+    return num_committed
+
+
+def _advance(row: _Row, num_tokens: int, timing: StepTiming) -> int:
     """Commit up to so many tokens; how many it was."""
     num_committed = min(num_tokens, len(row.script) - row.num_done)
+    _record(row, "bastion", num_committed, timing)
+    row.num_steps += 1
+    return num_committed
+
+
+def _record(row: _Row, method: str, num_committed: int, timing: StepTiming) -> None:
+    is_prefill = method == "prefill"
     row.records.append(
         StepRecord(
             timing=timing,
             method=method,
             context_length=len(row.request.prompt_ids) + row.num_done,
-            num_nodes=0 if method == "prefill" else TOKENS_PER_STEP,
-            tree_depth=0 if method == "prefill" else 1,
-            top1_depth=0 if method == "prefill" else 1,
-            num_accepted=0 if method == "prefill" else TOKENS_PER_STEP - 1,
+            num_nodes=0 if is_prefill else TOKENS_PER_STEP,
+            tree_depth=0 if is_prefill else 1,
+            top1_depth=0 if is_prefill else 1,
+            num_accepted=0 if is_prefill else TOKENS_PER_STEP - 1,
             num_committed=num_committed,
-            expected_tokens=float(num_tokens),
-            expected_tokens_raw=float(num_tokens),
+            expected_tokens=1.0 if is_prefill else float(TOKENS_PER_STEP),
+            expected_tokens_raw=1.0 if is_prefill else float(TOKENS_PER_STEP),
         )
     )
     row.num_done += num_committed
-    return num_committed
 
 
 def _completion(row: _Row) -> Completion:
@@ -199,7 +288,21 @@ def _completion(row: _Row) -> Completion:
         text=bytes(row.script).decode(),
         finish_reason="length" if at_limit else "stop",
         num_prompt_tokens=len(request.prompt_ids),
-        num_steps=sum(record.method != "prefill" for record in row.records),
+        num_steps=row.num_steps,
+        records=tuple(row.records),
+    )
+
+
+def _refusal(row: _Row) -> Completion:
+    return Completion(
+        row_id=row.request.row_id,
+        sample_index=row.request.sample_index,
+        output_ids=row.script[: row.num_done],
+        text="",
+        finish_reason="error",
+        fault=RowFault("out_of_memory", f"row of {row.num_done} tokens does not fit alone"),
+        num_prompt_tokens=len(row.request.prompt_ids),
+        num_steps=row.num_steps,
         records=tuple(row.records),
     )
 
@@ -210,6 +313,9 @@ class ScriptedEngines:
 
     max_batch: int = 8
     step_seconds: float = 0.0
+    harm: Mapping[str, Harm] = field(default_factory=dict)
+    """What rows do, by `row_id`: see the module."""
+    max_context: int = MAX_CONTEXT
 
     def check(self, job: JobConfig) -> TargetFiles:
         """The one target there is."""
@@ -224,5 +330,9 @@ class ScriptedEngines:
     def build(self, job: JobConfig, device: str, share: NodeShare) -> ScriptedEngine:
         """An engine at this pace."""
         return ScriptedEngine(
-            max_batch=self.max_batch, step_seconds=self.step_seconds, threads=share.num_threads
+            max_batch=self.max_batch,
+            step_seconds=self.step_seconds,
+            threads=share.num_threads,
+            harm=self.harm,
+            max_context=self.max_context,
         )

@@ -7,6 +7,7 @@ from typing import Any
 from bastion_batch.cluster.coordinator import Coordinator
 from bastion_batch.cluster.messages import (
     AttemptRecord,
+    Directions,
     LeaseReply,
     Progress,
     UnitSummary,
@@ -32,9 +33,13 @@ class CoordinatorService:
         """See `Coordinator.committed`."""
         self._coordinator.committed(attempt, unit, epoch, summary, time.monotonic())
 
-    def report(self, attempt: int, report: WorkerReport) -> None:
+    def give_back(self, attempt: int, unit: int, epoch: int) -> None:
+        """See `Coordinator.give_back`."""
+        self._coordinator.give_back(attempt, unit, epoch, time.monotonic())
+
+    def report(self, attempt: int, report: WorkerReport) -> Directions:
         """See `Coordinator.report`."""
-        self._coordinator.report(attempt, report, time.monotonic())
+        return self._coordinator.report(attempt, report, time.monotonic())
 
     def worker_lost(self, attempt: int, committed: Collection[int]) -> None:
         """See `Coordinator.worker_lost`."""
@@ -43,6 +48,18 @@ class CoordinatorService:
     def drain(self) -> None:
         """See `Coordinator.drain`."""
         self._coordinator.drain()
+
+    def dismiss(self, attempt: int) -> None:
+        """See `Coordinator.dismiss`."""
+        self._coordinator.dismiss(attempt)
+
+    def move(self, unit: int, row_id: str, sample_index: int, to: int) -> bool:
+        """See `Coordinator.move`."""
+        return self._coordinator.move(unit, row_id, sample_index, to)
+
+    def stuck(self, no_progress_seconds: float) -> list[int]:
+        """See `Coordinator.stuck`."""
+        return self._coordinator.stuck(time.monotonic(), no_progress_seconds)
 
     def attempts(self) -> list[AttemptRecord]:
         """See `Coordinator.attempts`."""

@@ -1,47 +1,67 @@
 """The process that decodes: leases units, feeds its engine, commits what is complete.
 
 A plain class, made a Ray actor elsewhere. It owns one engine on one device, and the units that it
-has opened: their input columns, their outcomes and their commit. The coordinator is asked for the
-next unit before it is needed, so that the engine does not run dry.
+has opened: their input columns, their outcomes, their journal and their commit. It may die at any
+instruction. Then its units get other owners, who go on from what is journaled, and nothing of
+them was written; a unit's file is made by its owner alone, in one act.
 
-A row that cannot be decoded is a terminal error row. Every other fault propagates: the worker
-ends, the coordinator gives its open units to another one, and nothing of them was written.
+    start -> turn, turn, ... -> finish        the coordinator has no more, or says that it ends
+                  |
+                  +-> abort                   anything raised: the engine is not to be trusted
+
+A turn reads the mail, leases, feeds, makes one step, commits, journals and reports; it takes as
+long as its step and never waits for another process. Told to end, by mail or by a report's
+answer, the worker first journals what is finished, then the tokens of what is not, then commits
+what is complete: whatever comes in between, nothing journaled is decoded again.
+
+A fault of a row is its outcome. A storage error in a commit is tried again by the store, then
+ends the worker; in the journal it costs nothing but decoding again. Every other fault ends the
+worker. The rows that were then in the engine are named to the coordinator: see `faults`.
 """
 
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from bastion_batch.cluster.engines import DecodingEngine, EngineSource, as_mapping
+from bastion_batch.cluster.engines import EngineSource, as_mapping
+from bastion_batch.cluster.exchange import Exchange
+from bastion_batch.cluster.feeder import Feeder
+from bastion_batch.cluster.keeper import Keeper
 from bastion_batch.cluster.links import Link
-from bastion_batch.cluster.messages import (
-    Done,
-    Lease,
-    Place,
-    Wait,
-    WorkerReport,
-)
-from bastion_batch.cluster.node import NodeShare, log_to_file
-from bastion_batch.cluster.open_unit import OpenUnit
+from bastion_batch.cluster.live_rows import Finished, LiveRows
+from bastion_batch.cluster.logs import log_to_file
+from bastion_batch.cluster.mail import Mail
+from bastion_batch.cluster.messages import Directions, Done, Lease, Place, Wait, WorkerReport
+from bastion_batch.cluster.node import NodeShare
+from bastion_batch.cluster.open_unit import OpenUnit, Owner
 from bastion_batch.config import JobConfig
 from bastion_batch.errors import OutputError
+from bastion_batch.io.journal import Journal, JournalReader
+from bastion_batch.io.layout import ATTEMPTS_PER_INVOCATION
 from bastion_batch.io.plan import Plan, load_plan
 from bastion_batch.io.prompts import PromptRenderer
 from bastion_batch.io.reader import UnitReader
+from bastion_batch.io.retry import Retry
 from bastion_batch.io.sources import InputFile
-from bastion_batch.records import Completion
+from bastion_batch.io.store import Store, open_store
+from bastion_batch.records import RowKey
+from bastion_batch.versions import require_versions
 
 REPORT_SECONDS = 1.0
+ENTERING_REPORT_SECONDS = 0.1
+"""Rows that enter the engine without having waited are reported sooner: they may end it."""
 IDLE_SECONDS = 0.2
-MAX_RENDERED_PER_STEP = 32
-"""Prompts tokenised between two steps: bounds how long the live rows wait for the next ones."""
 
 logger = logging.getLogger(__name__)
+
+
+class StalledRow(RuntimeError):
+    """A row gets no token although the engine makes steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +80,12 @@ class WorkerSpec:
     device: str
     workers_on_node: int
     """Workers that share this one's cores."""
+    versions: Mapping[str, str] | None = None
+    """The driver's, which this process must have too."""
     before_data: Callable[[], None] | None = None
     """Called between a unit's steps file and its data file: tests end the process there."""
+    retry: Retry | None = None
+    """Rows that failed, to be decoded again in units that are committed."""
 
 
 class Worker:
@@ -73,84 +97,171 @@ class Worker:
         link: Link,
         engines: EngineSource,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        store: Store | None = None,
     ) -> None:
-        """Cheap: models are loaded by `run`."""
+        """Cheap: models are loaded by `start`. `store` is the job's output unless given."""
         self._spec = spec
         self._link = link
         self._engines = engines
         self._clock = clock
-        self._open: list[OpenUnit] = []
-        self._requested: dict[tuple[str, int], OpenUnit] = {}
+        self._sleep = sleep
+        self._store = store or open_store(spec.job.output)
+        self._resources = ExitStack()
+        self._inbox: deque[Mail | Directions] = deque()
+        self._blamed: Collection[RowKey] | None = ()
+        """Rows that may be why the engine ends; None: all that are in it."""
         self._num_finished = 0
         self._num_finished_tokens = 0
         self._asked = False
         self._ask_again_at = 0.0
         self._reported_at = 0.0
+        self._started = False
+        self._told_to_end = False
         self._done: Done | None = None
 
-    def place(self) -> Place:
-        """Answers as soon as the worker's process exists."""
-        return Place(socket.gethostname(), os.getpid())
+    # The process
 
     def run(self) -> None:
         """Work until the coordinator says that it is done."""
-        plan = self._shared_plan()
-        log_to_file(Path(self._spec.job.output.path), self._spec.worker)
+        if self._spec.versions is not None:
+            require_versions(self._spec.versions)
+        plan = self.shared_plan()
+        log_to_file(self._store, f"{self._spec.worker}-{self._spec.attempt}")
         try:
-            self._work(plan)
+            self.start(plan)
+            while self.turn():
+                pass
+            self.finish()
         except Exception:
             logger.exception("worker %s ends", self._spec.worker)
+            self.abort()
             raise
+        finally:
+            self.close()
 
-    def _shared_plan(self) -> Plan:
+    def deliver(self, mail: Mail | Directions) -> None:
+        """Take in a message, at any time and in any thread; the next turn reads it."""
+        self._inbox.append(mail)
+
+    def shared_plan(self) -> Plan:
         """The driver's plan, read from storage before any model is loaded."""
-        output = self._spec.job.output.path
-        plan = load_plan(output)
+        try:
+            plan = load_plan(self._store)
+        except OutputError as error:
+            if isinstance(error.__cause__, OSError):
+                raise error.__cause__ from None  # storage's fault: another start may mend it
+            raise
         if plan is None or plan.job_id != self._spec.job_id:
             raise OutputError(
-                f"host {socket.gethostname()} does not see the job's plan in output {output}: "
-                "every node must share the output's storage"
+                f"host {socket.gethostname()} does not see the job's plan in output "
+                f"{self._spec.job.output.path}: every node must share the output's storage"
             )
-        return replace(plan, inputs=self._spec.inputs, steps=self._spec.steps)
+        return replace(
+            plan,
+            inputs=self._spec.inputs,
+            steps=self._spec.steps,
+            storage_options=self._spec.job.input.storage_options,
+        )
 
-    def _work(self, plan: Plan) -> None:
+    def start(self, plan: Plan) -> None:
+        """Load the models, and tell the coordinator."""
         spec = self._spec
         share = NodeShare.of(spec.job.workers.threads, spec.workers_on_node, spec.device)
         logger.info("attempt %d: loading %s", spec.attempt, spec.job.model.target)
-        self._plan = plan
         self._engine = self._engines.build(spec.job, spec.device, share)
-        self._renderer = PromptRenderer(spec.job.input, self._engine.tokenizer)
-        info = {**as_mapping(self._engine.info), **self.place()._asdict()}
+        self._live = LiveRows(self._engine, spec.worker, spec.attempt, self._clock)
+        self._exchange = Exchange(spec.attempt, self._link, self._live, self._clock)
+        journal = Journal(self._store, plan, spec.worker, spec.attempt)
+        self._keeper = Keeper(journal, self._exchange, self._link, self._clock, spec.before_data)
+        self._feeder = Feeder(self._engine, self._live, self._exchange, self._keeper.flush)
+        self._earlier = JournalReader(self._store, plan)
+        self._owner = Owner(
+            worker=spec.worker,
+            attempt=spec.attempt,
+            device=str(self._engine.info.device),
+            job=spec.job,
+            plan=plan,
+            store=self._store,
+            renderer=PromptRenderer(spec.job.input, self._engine.tokenizer),
+            check=self._engine.check,
+            retry=spec.retry,
+        )
+        info = {
+            **as_mapping(self._engine.info),
+            **Place(socket.gethostname(), os.getpid())._asdict(),
+        }
         logger.info("attempt %d: ready on %s", spec.attempt, info["device"])
         self._link.register(spec.worker, info)
-        with closing(UnitReader(plan)) as self._reader:
-            while self._turn(self._engine):
-                pass
-        self._engine.save_profile()
-        self._link.report(self._report())
-        self._link.close()
-        logger.info("attempt %d: done after %d outputs", spec.attempt, self._num_finished)
+        self._reader = self._resources.enter_context(UnitReader(plan))
+        self._started = True
 
-    def _turn(self, engine: DecodingEngine) -> bool:
-        """Lease, feed, step, commit, report. False when there is nothing more to do."""
+    def turn(self) -> bool:
+        """Read, lease, feed, step, commit, journal, report. False when there is no more to do."""
+        self._read_mail()
         self._lease()
-        if self._done is not None and (self._done.drained or not self._open):
+        if self._told_to_end or (self._done is not None and self._done.drained):
+            logger.info("attempt %d: told to end", self._spec.attempt)
+            self._keeper.leave()
             return False
-        self._feed(engine)
-        if engine.has_work:
-            for completion in engine.step():
-                self._take(completion)
-        elif not self._asked and not self._open:
-            time.sleep(IDLE_SECONDS)
-        self._commit_complete()
+        if self._done is not None and not self._exchange.open:
+            return False
+        if self._feeder.feed():
+            self._report_when_due(0.0 if self._feeder.has_suspect else ENTERING_REPORT_SECONDS)
+        if self._engine.has_work:
+            self._step()
+        elif not self._asked:
+            self._sleep(IDLE_SECONDS)
+        self._keeper.commit_complete()
+        self._keeper.flush_when_due()
         self._report_when_due()
         return True
 
+    def finish(self) -> None:
+        """Say the last word."""
+        self._engine.save_profile()
+        self._link.report(self._report())
+        self._link.close()
+        logger.info("attempt %d: done after %d outputs", self._spec.attempt, self._num_finished)
+
+    def abort(self) -> None:
+        """After an error: journal what is finished, and name the rows that may have caused it."""
+        if not self._started:
+            return
+        self._keeper.flush()
+        report = self._report()
+        if self._blamed is not None:
+            blamed = (row for row in report.rows if (row.row_id, row.sample_index) in self._blamed)
+            report = report._replace(rows=tuple(blamed))
+        self._link.report(report)
+        self._link.close()
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._resources.close()
+
+    # What comes in
+
+    def _read_mail(self) -> None:
+        """Take in what other workers sent, and the answer to the last report."""
+        directions = self._link.directions()
+        if directions is not None:
+            self._inbox.append(directions)
+        while self._inbox:
+            match self._inbox.popleft():
+                case Directions() as directions:
+                    self._told_to_end |= directions.drain
+                    self._keeper.may_commit_faults |= directions.may_commit_faults
+                    self._exchange.follow(directions)
+                case mail:
+                    self._exchange.receive(mail)
+        self._exchange.ask_after_absent()
+
     def _lease(self) -> None:
         """Keep one lease asked for while the engine could soon use its rows."""
-        while self._done is None:
+        while self._done is None and not self._told_to_end:
             if not self._asked:
-                if not self._wants_unit() or self._clock() < self._ask_again_at:
+                if not self._feeder.wants_unit or self._clock() < self._ask_again_at:
                     return
                 self._link.ask()
                 self._asked = True
@@ -166,72 +277,57 @@ class Worker:
                 case Done():
                     self._done = reply
 
-    def _wants_unit(self) -> bool:
-        """Whether the engine is not full, or has little in reserve.
-
-        A deep reserve would hold rows back from idle workers when the job ends.
-        """
-        engine = self._engine
-        num_rows = engine.num_running + engine.num_waiting + sum(u.num_unfed for u in self._open)
-        return num_rows < engine.max_batch + max(2, engine.max_batch // 4)
-
     def _open_unit(self, lease: Lease) -> None:
         logger.debug("unit %d: opened, epoch %d", lease.unit, lease.epoch)
         rows = self._reader.read(lease.unit)
-        self._open.append(
-            OpenUnit(
-                lease,
-                self._plan,
-                rows,
-                worker=self._spec.worker,
-                attempt=self._spec.attempt,
-                device=str(self._engine.info.device),
-                job=self._spec.job,
-            )
-        )
+        invocation = self._spec.attempt - self._spec.attempt % ATTEMPTS_PER_INVOCATION
+        before = invocation if lease.epoch == 1 else None  # of this one, nobody had it
+        journaled = self._earlier.read(lease.unit, before_attempt=before)
+        unit = OpenUnit(lease, rows, journaled, self._owner)
+        self._exchange.take_over(unit)
+        if lease.suspects:
+            self._keeper.flush()  # the next end of an engine may be this one's
 
-    def _feed(self, engine: DecodingEngine) -> None:
-        """Queue rows until as many wait as can run, the oldest unit's first."""
-        num_rendered = 0
-        for unit in self._open:
-            while unit.num_unfed and engine.num_waiting < engine.max_batch:
-                if num_rendered == MAX_RENDERED_PER_STEP:
-                    return
-                num_rendered += 1
-                request = unit.next_request(self._renderer, engine.check)
-                if request is not None:
-                    self._requested[request.row_id, request.sample_index] = unit
-                    engine.add(request)
+    # The engine
 
-    def _take(self, completion: Completion) -> None:
-        unit = self._requested.pop((completion.row_id, completion.sample_index))
-        unit.add(completion)
-        self._num_finished += 1
-        self._num_finished_tokens += completion.num_output_tokens
+    def _step(self) -> None:
+        self._blamed = None
+        results = self._live.step()
+        self._blamed = ()
+        for result in results:
+            if isinstance(result, Finished):
+                self._num_finished += 1
+                self._num_finished_tokens += result.outcome.completion.num_output_tokens
+        self._exchange.settle(results)
 
-    def _commit_complete(self) -> None:
-        for unit in [unit for unit in self._open if unit.complete]:
-            summary = unit.commit(self._spec.before_data)
-            self._open.remove(unit)
-            self._link.committed(unit.lease, summary)
-            logger.info(
-                "unit %d: committed, %d outputs, %d failed%s",
-                unit.lease.unit,
-                summary.num_outputs,
-                summary.num_failed,
-                "" if summary.won else "; another attempt's file was there first",
-            )
+    # What goes out
 
-    def _report_when_due(self) -> None:
+    def _report_when_due(self, seconds: float = REPORT_SECONDS) -> None:
+        """Report if the last report is this old; when held up by what it will say, sooner."""
         now = self._clock()
-        if now - self._reported_at >= REPORT_SECONDS:
+        held_up = not self._engine.has_work and bool(self._exchange.open)
+        if now - self._reported_at >= (min(seconds, IDLE_SECONDS) if held_up else seconds):
             self._reported_at = now
+            self._require_progress()
             self._link.report(self._report())
 
+    def _require_progress(self) -> None:
+        seconds = self._spec.job.limits.no_progress_seconds
+        stalled = self._live.stalled(seconds)
+        if stalled is not None:
+            self._blamed = (stalled,)
+            raise StalledRow(f"row {stalled[0]}: no token in {2 * seconds:.0f} s of steps")
+
     def _report(self) -> WorkerReport:
+        units = self._exchange.open.values()
+        rows = tuple(self._exchange.in_flight())
         return WorkerReport(
             counts=self._engine.totals,
-            num_uncommitted=sum(unit.num_terminal for unit in self._open),
+            num_uncommitted=sum(unit.num_terminal for unit in units),
             num_finished=self._num_finished,
             num_finished_tokens=self._num_finished_tokens,
+            rows=rows,
+            away_at=tuple({attempt for unit in units for attempt in unit.places.away.values()}),
+            faults=tuple(fault for unit in units for fault in unit.faults()),
+            refused=tuple(row for unit in units for row in unit.refused()),
         )
