@@ -10,8 +10,8 @@ from rich.status import Status
 from rich.text import Text
 
 from bastion_batch.cluster.messages import Progress
+from bastion_batch.io.store import Output, open_store
 from bastion_batch.report import duration
-from bastion_batch.run_record import write_atomically
 
 LINE_SECONDS = 10.0
 FILE_SECONDS = 2.0
@@ -116,8 +116,8 @@ def progress_line(progress: Progress) -> str:
 class ProgressFile:
     """Keeps `_bastion/progress.json`: the same state, for other programs."""
 
-    def __init__(self, output: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._output = output
+    def __init__(self, output: Output, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = open_store(output)
         self._clock = clock
         self._written_at: float | None = None
 
@@ -128,7 +128,8 @@ class ProgressFile:
         if recent and not progress.finished:
             return
         self._written_at = now
-        write_atomically(self._output, PROGRESS_FILE, json.dumps(progress._asdict(), indent=1))
+        state = progress._asdict() | {"written_at": time.time()}
+        self._store.put(PROGRESS_FILE, json.dumps(state, indent=1).encode())
 
 
 def _part(value: float | None, template: str) -> str:

@@ -1,52 +1,64 @@
 """`run.json`: what ran where, and how fast; written while the job runs, so that a kill leaves it.
 
 Rows and tokens come from the committed files; the rest is the engines' own account, one entry per
-invocation of the job.
+invocation of the job. Each invocation replaces its own entry and keeps what it finds of others',
+so that a driver that was superseded, and writes once more, takes nothing away.
 """
 
 import json
-import platform
-import re
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-from bastion_batch import __version__
 from bastion_batch.cluster.messages import AttemptRecord
 from bastion_batch.config import JobConfig
+from bastion_batch.io.filesystems import without_credentials
+from bastion_batch.io.store import Output, open_store
 from bastion_batch.records import EngineTotals, measured_speedup
+from bastion_batch.versions import installed_versions
 
 RECORD = "run.json"
 _EXACT_DTYPES = {"float32", "float64"}
 
+logger = logging.getLogger(__name__)
 
-def read_record(output: str | Path) -> dict[str, Any] | None:
+
+def read_record(output: Output) -> dict[str, Any] | None:
     """The record of an output, or None where there is none or it is damaged."""
+    store = open_store(output)
     try:
-        return json.loads((Path(output) / RECORD).read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        record = json.loads(store.read(RECORD))
+    except FileNotFoundError:
         return None
+    except ValueError:
+        record = None
+    if not isinstance(record, dict):
+        logger.warning("%s/%s is damaged and is begun anew", store.root, RECORD)
+        return None
+    return record
 
 
 class RunRecord:
-    """Keeps `run.json` up to date. Saving replaces the whole file."""
+    """Keeps `run.json` up to date. Saving replaces the whole file; a reader sees a whole one."""
 
     def __init__(self, job: JobConfig, job_id: str) -> None:
         """Continue the record that is there, if it is this job's."""
-        record = read_record(job.output.path) or {}
-        own = record.get("job_id") == job_id
-        self.complete: bool = own and record["complete"]
-        self._invocations = [_ended(i) for i in record["invocations"]] if own else []
         self._job = job
         self._job_id = job_id
+        self._store = open_store(job.output)
+        self._own: dict[str, Any] | None = None
+        found = self._found()
+        self.complete: bool = found["complete"]
+        self.totals: dict[str, Any] | None = found["totals"]
+        """Of the complete job, as they were when it was proven last."""
 
     def begin(self, invocation: int, started: str) -> None:
         """Add an entry for this invocation. `started` is a UTC time, for people."""
-        self._invocations.append(
-            {"invocation": invocation, "started": started, "versions": versions()}
-        )
+        self._own = {
+            "invocation": invocation,
+            "started": started,
+            "versions": installed_versions(),
+        }
 
     def note(
         self,
@@ -56,8 +68,9 @@ class RunRecord:
         wall_seconds: float,
         decoding_seconds: float,
     ) -> None:
-        """Replace what is known of the invocation begun last."""
-        self._invocations[-1] |= {
+        """Replace what is known of the invocation that was begun."""
+        assert self._own is not None, "an invocation was begun"
+        self._own |= {
             "status": status,
             "wall_seconds": round(wall_seconds, 3),
             "decoding_seconds": round(decoding_seconds, 3),
@@ -66,25 +79,42 @@ class RunRecord:
 
     def save(self, totals: Mapping[str, Any] | None = None) -> None:
         """Write the file. `totals`, from the committed files, mean that the job is complete."""
+        found = self._found()
+        invocations = self._merged(found["invocations"])
         record = {
             "format": 1,
             "name": self._job.name,
             "job_id": self._job_id,
-            "complete": totals is not None,
+            "complete": totals is not None or found["complete"],
             "job": redacted(self._job.model_dump(mode="json")),
-            "totals": totals,
-            "speedup": measured_speedup(engine_counts(self._invocations)),
-            "exactness": exactness(self._invocations),
-            "invocations": self._invocations,
+            "totals": found["totals"] if totals is None else totals,
+            "speedup": measured_speedup(engine_counts(invocations)),
+            "exactness": exactness(invocations),
+            "invocations": invocations,
         }
-        write_atomically(self._job.output.path, RECORD, json.dumps(record, indent=1))
+        self._store.put(RECORD, json.dumps(record, indent=1).encode())
 
+    def _found(self) -> dict[str, Any]:
+        """What is on file of this job."""
+        record = read_record(self._store) or {}
+        if record.get("job_id") != self._job_id:
+            return {"complete": False, "totals": None, "invocations": []}
+        return record
 
-def write_atomically(output: str | Path, name: str, text: str) -> None:
-    """Replace a file of the output; a reader sees the old content or the new."""
-    temporary = Path(output) / "_bastion" / "tmp" / f"{Path(name).name}.{uuid4().hex}"
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(Path(output) / name)
+    def _merged(self, found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The entries on file, in order, with this invocation's own as it is now.
+
+        An earlier one that was left running was killed.
+        """
+        if self._own is None:
+            return list(found)
+        number = self._own["invocation"]
+        others = [
+            i | {"status": "killed"} if i["status"] == "running" and i["invocation"] < number else i
+            for i in found
+            if i["invocation"] != number
+        ]
+        return sorted([*others, self._own], key=lambda i: i["invocation"])
 
 
 def engine_counts(invocations: Iterable[Mapping[str, Any]]) -> list[EngineTotals]:
@@ -116,30 +146,13 @@ def exactness(invocations: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """The versions that decide what a run does."""
-    found = {"bastion_batch": __version__, "python": platform.python_version()}
-    for package in ("torch", "transformers", "ray", "pyarrow"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
-
-
 def redacted(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     """The same without credentials: storage options, and user parts of URLs."""
     if isinstance(value, dict):
         return {k: "redacted" if k == "storage_options" else redacted(v) for k, v in value.items()}
     if isinstance(value, list):
         return [redacted(v) for v in value]
-    return re.sub(r"(?<=://)[^/@\s]+@", "", value) if isinstance(value, str) else value
-
-
-def _ended(invocation: dict[str, Any]) -> dict[str, Any]:
-    """An earlier entry as it stands now: one that was left running was killed."""
-    killed = invocation["status"] == "running"
-    return invocation | ({"status": "killed"} if killed else {})
+    return without_credentials(value) if isinstance(value, str) else value
 
 
 def _worker(attempt: AttemptRecord) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A driver for tests that end its processes: runs a job with scripted engines, by itself.
 
-python scripted_driver.py JOB STEP_SECONDS [MARKER]
+python scripted_driver.py JOB STEP_SECONDS [MARKER | --takeover]
 
 With a marker, the first worker to come between its two files ends there, and makes that file.
 """
@@ -43,14 +43,17 @@ class FaultyEngines(ScriptedEngines):
         raise ModelError(f"target {job.model.target}: layer type 'mamba' is not supported")
 
 
-def main(job_file, step_seconds, marker=None):
+def main(job_file, step_seconds, option=None):
     """The exit code, as the command line would give it."""
+    takeover = option == "--takeover"
+    marker = None if takeover else option
     try:
         result = run(
             load_job(job_file),
             display=PlainDisplay(sys.stderr),
             engines=ScriptedEngines(max_batch=4, step_seconds=float(step_seconds)),
             before_data=partial(die_once, marker) if marker else None,
+            takeover=takeover,
         )
     except BastionError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -12,6 +12,7 @@ from bastion_batch.cluster.messages import AttemptRecord, Progress
 from bastion_batch.cluster.placement import Node, place
 from bastion_batch.cluster.restarts import Restarts
 from bastion_batch.cluster.run import resolve_paths
+from bastion_batch.cluster.signals import drain_seconds, submission_id
 from bastion_batch.config import WorkersConfig, parse_job
 from bastion_batch.errors import InputError, OutputError
 from bastion_batch.progress import LiveDisplay, PlainDisplay, ProgressFile, progress_line
@@ -52,7 +53,7 @@ def test_missing_devices_are_refused():
 
 
 def test_a_dead_worker_is_due_again_after_a_growing_pause():
-    restarts = Restarts(["w0"], invocation=2, pause_seconds=1.0)
+    restarts = Restarts(["w0"], invocation=2, pause_seconds=1.0, rng=lambda: 0.0)
     assert restarts.due(0.0) == ["w0"]
     assert restarts.started("w0") == 2 * 65536 + 1
     assert restarts.due(99.0) == []
@@ -61,6 +62,24 @@ def test_a_dead_worker_is_due_again_after_a_growing_pause():
     assert restarts.started("w0") == 2 * 65536 + 2
     assert not restarts.died("w0", 200.0, fruitful=False)
     assert (restarts.due(201.9), restarts.due(202.0)) == ([], ["w0"])
+
+
+def test_workers_that_die_together_do_not_start_together():
+    chances = iter([0.0, 1.0])
+    restarts = Restarts(["w0", "w1"], 1, pause_seconds=1.0, rng=lambda: next(chances))
+    for worker in ("w0", "w1"):
+        restarts.started(worker)
+        restarts.died(worker, 0.0, fruitful=False)
+    assert restarts.due(1.0) == ["w0"]
+    assert restarts.due(1.5) == ["w0", "w1"]
+
+
+def test_a_worker_that_was_told_to_leave_is_due_at_once():
+    restarts = Restarts(["w0"], 1)
+    for _ in range(5):
+        restarts.started("w0")
+        restarts.left("w0", 7.0)
+        assert restarts.due(7.0) == ["w0"]
 
 
 def test_three_fruitless_starts_in_a_row_remove_a_worker():
@@ -135,6 +154,31 @@ def test_a_relative_output_is_refused_in_rays_copy_of_a_working_directory():
     assert resolved.input.path == str(UPLOADED / "in.jsonl")
 
 
+RAY_JOB = {
+    "RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"metadata": {"job_submission_id": "raysubmit_1"}})
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "seconds"),
+    [
+        ({}, 20.0),
+        (RAY_JOB, 2.0),
+        (RAY_JOB | {"RAY_JOB_STOP_WAIT_TIME_S": "60"}, 59.0),
+        (RAY_JOB | {"RAY_JOB_STOP_WAIT_TIME_S": "soon"}, 2.0),
+        ({"RAY_JOB_STOP_WAIT_TIME_S": "1"}, 1.0),
+    ],
+)
+def test_an_orderly_end_takes_no_longer_than_whoever_stops_the_job_waits(environment, seconds):
+    assert drain_seconds(environment) == seconds
+
+
+def test_a_submitted_job_knows_its_name():
+    assert submission_id(RAY_JOB) == "raysubmit_1"
+    assert submission_id({}) is None
+    assert submission_id({"RAY_JOB_CONFIG_JSON_ENV_VAR": "{"}) is None
+
+
 def test_elsewhere_relative_paths_become_absolute():
     assert resolve_paths(job_at("out"), Path("/home/me")).output.path == "/home/me/out"
 
@@ -165,6 +209,36 @@ def test_run_json_keeps_every_invocation_and_sees_which_were_killed(recorded):
     assert RunRecord(recorded, "job1").complete
     assert not RunRecord(recorded, "another").complete
     assert set(saved["invocations"][0]["versions"]) >= {"torch", "ray", "pyarrow", "python"}
+
+
+def begun(job, invocation):
+    record = RunRecord(job, "job1")
+    record.begin(invocation, "2026-01-01T00:00:00+00:00")
+    record.note("running", [], wall_seconds=1, decoding_seconds=1)
+    record.save()
+    return record
+
+
+def test_a_driver_that_was_superseded_takes_nothing_away_from_the_next(recorded):
+    old, new = begun(recorded, 1), begun(recorded, 2)
+    new.note("finished", [], wall_seconds=2, decoding_seconds=2)
+    new.save({"num_outputs": 3})
+    old.note("failed", [], wall_seconds=9, decoding_seconds=9)
+    old.save()
+    saved = read_record(recorded.output)
+    assert [i["status"] for i in saved["invocations"]] == ["failed", "finished"]
+    assert saved["complete"]
+    assert saved["totals"] == {"num_outputs": 3}
+
+
+@pytest.mark.parametrize("torn", ["", '{"job_id": "job1", "inv', "[]"])
+def test_a_torn_record_is_begun_anew_and_this_is_said(recorded, torn, caplog):
+    begun(recorded, 1)
+    (Path(recorded.output.path) / "run.json").write_text(torn)
+    assert read_record(recorded.output) is None
+    assert "run.json is damaged and is begun anew" in caplog.text
+    begun(recorded, 2)
+    assert [i["invocation"] for i in read_record(recorded.output)["invocations"]] == [2]
 
 
 @pytest.mark.parametrize(

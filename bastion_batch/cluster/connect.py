@@ -19,6 +19,8 @@ from pathlib import Path
 from bastion_batch.errors import InputError
 
 NAMESPACE = "bastion_batch"
+RUN_VARIABLE = "BASTION_BATCH_RUN_ID"
+"""Environment variable by which every process of a run can be found."""
 OBJECT_STORE_BYTES = 80 * 2**20
 """Leases and counts are all that crosses a local Ray: near the smallest store it accepts."""
 
@@ -34,8 +36,10 @@ def in_uploaded_working_dir(directory: Path) -> bool:
 
 
 @contextmanager
-def connected(num_cpus: int) -> Generator[None]:
+def connected(num_cpus: int, run: str) -> Generator[bool]:
     """Have a Ray for the duration, with this many CPUs if it has to be started.
+
+    Yields whether it was started here: then every process of it is of this `run` and says so.
 
     Raises:
         InputError: the address given does not answer, or is a Ray Client address.
@@ -44,19 +48,21 @@ def connected(num_cpus: int) -> Generator[None]:
     if "ray" in sys.modules and sys.modules["ray"].is_initialized():
         _refuse_ray_client()
         logger.info("using the Ray that this process is connected to")
-        yield
+        yield False
         return
     address = cluster_address()
-    if address is None:
-        _start_local(num_cpus)
-    else:
-        _join(address)
     try:
-        yield
+        if address is None:
+            os.environ[RUN_VARIABLE] = run
+            _start_local(num_cpus)
+        else:
+            _join(address)
+        yield address is None
     finally:
         import ray
 
         ray.shutdown()  # disconnects; ends only what was started above
+        os.environ.pop(RUN_VARIABLE, None)
 
 
 def _refuse_ray_client() -> None:

@@ -1,6 +1,5 @@
-"""What a worker takes from the machine it is on: its share of the cores, and a place for its log."""
+"""What a worker takes from the machine it is on: its share of cores and memory."""
 
-import logging
 import math
 import os
 from pathlib import Path
@@ -37,15 +36,3 @@ def usable_cores(cpu_limit: Path = _CPU_LIMIT) -> int:
     except OSError:
         return cores
     return cores if quota == "max" else min(cores, math.ceil(int(quota) / int(period)))
-
-
-def log_to_file(output: Path, worker: str) -> None:
-    """Send this package's log to `_bastion/logs/<worker>.log`, once per process."""
-    path = output / "_bastion" / "logs" / f"{worker}.log"
-    package = logging.getLogger("bastion_batch")
-    if any(getattr(h, "baseFilename", None) == str(path) for h in package.handlers):
-        return
-    handler = logging.FileHandler(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    package.addHandler(handler)
-    package.setLevel(logging.INFO)

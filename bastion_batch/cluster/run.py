@@ -7,29 +7,35 @@ that can be refused is refused before any device's time is spent.
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bastion_batch.cluster.connect import connected, in_uploaded_working_dir
+from bastion_batch.cluster.driver_lock import DriverLock, has_ended, read_driver, this_process
 from bastion_batch.cluster.engines import EngineSource, PretrainedEngines
+from bastion_batch.cluster.logs import logging_to
 from bastion_batch.cluster.messages import AttemptRecord, Progress
+from bastion_batch.cluster.notices import Notices, StopFile, notice_sources
 from bastion_batch.cluster.placement import Slot, place
 from bastion_batch.cluster.restarts import Restarts
-from bastion_batch.cluster.signals import StopSignals
-from bastion_batch.cluster.supervisor import Supervisor
+from bastion_batch.cluster.signals import StopSignals, drain_seconds
+from bastion_batch.cluster.supervisor import Supervisor, Watches
 from bastion_batch.cluster.worker import WorkerSpec
 from bastion_batch.config import JobConfig
 from bastion_batch.errors import BastionError, JobFailedError, OutputError, TooManyFailedRows
 from bastion_batch.io.commit import claim_invocation, committed_units, remove_orphan_steps
+from bastion_batch.io.journal import remove_journal
 from bastion_batch.io.plan import Plan, open_plan
 from bastion_batch.io.results import prove_complete, read_totals
-from bastion_batch.io.store import TEMPORARY, open_store
+from bastion_batch.io.retry import Retry, choose
+from bastion_batch.io.store import TEMPORARY, Store, open_store
 from bastion_batch.progress import Display, NoDisplay, ProgressFile
 from bastion_batch.report import JobResult, result_of
 from bastion_batch.run_record import RunRecord
+from bastion_batch.versions import installed_versions
 
 RECORD_SECONDS = 5.0
 
@@ -49,46 +55,72 @@ def run(
     display: Display | None = None,
     engines: EngineSource | None = None,
     before_data: Callable[[], None] | None = None,
+    takeover: bool = False,
+    retry_failed: Collection[str] | None = None,
 ) -> JobResult:
     """Run a job to its end, or continue it, and prove that its output is complete.
 
     Uses the Ray this process is connected to, or the cluster that is there, or a local one.
-    `engines` and `before_data` (called in a worker between a unit's two files) are for tests.
+    `takeover` goes on in place of a driver that may still run, which then stops. `retry_failed`
+    decodes failed rows of a complete output again: those of these error kinds, or all if it is
+    empty. `engines` and `before_data` (called in a worker between a unit's two files) are for
+    tests.
 
     Raises:
-        InputError: the job, its models, inputs or output are refused.
+        InputError: the job, its models, inputs or output are refused; or another driver runs.
         JobFailedError: it stopped early; the same call continues it.
         TooManyFailedRows: it is complete, with more failed rows than its limit.
         KeyboardInterrupt, SystemExit: SIGINT or SIGTERM came; the same call continues it.
     """
     display = display or NoDisplay()
     job = resolve_paths(job, Path.cwd())
+    store = open_store(job.output)
     with StopSignals(display.say) as signals:
         sources = engines or PretrainedEngines()
-        plan = open_plan(job, sources.check(job))
+        target = sources.check(job)
         try:
-            if len(committed_units(job.output.path)) == plan.num_units:
-                display.say(f"{job.output.path} is complete; nothing to decode")
+            plan = open_plan(job, target)
+            retry = None if retry_failed is None else choose(store, plan, frozenset(retry_failed))
+            done = committed_units(store) if retry is None else retry.done(store, plan)
+            complete = len(done) == plan.num_units
+            if complete:
+                display.say(f"{store.root} is complete; nothing to decode")
+            if complete and has_ended(read_driver(store)):
+                result = _finish(job, plan, store)
             else:
-                _Invocation(job, plan, sources, display, signals, before_data).decode()
-            result = _finish(job, plan)
+                number = claim_invocation(store)
+                me = this_process(number)
+                with (
+                    DriverLock(store, me, takeover=takeover, say=display.say) as lock,
+                    logging_to(store, f"driver-{number}"),
+                ):
+                    if retry is not None:
+                        remove_journal(store, range(plan.num_units))
+                    if not complete:
+                        driver = _Driver(display, signals, lock, sources, before_data, retry)
+                        _Invocation(job, plan, store, number, driver).decode()
+                    result = _finish(job, plan, store)
         except OSError as error:
-            raise JobFailedError(
-                f"output {job.output.path}: {error}; run again to go on"
-            ) from error
+            raise JobFailedError(f"output {store.root}: {error}; run again to go on") from error
     _require_few_failures(job, result)
     return result
 
 
-def coordinator_units(plan: Plan) -> CoordinatorUnits:
-    """Number the spans through all files, and count the outputs of each unit."""
+def coordinator_units(plan: Plan, retry: Retry | None = None) -> CoordinatorUnits:
+    """Number the spans through all files, and count the outputs of each unit.
+
+    Of a unit whose failed rows are decoded again, only those count.
+    """
     spans: list[int] = []
     previous = None
     for key in zip(plan.units["file"].to_pylist(), plan.units["span"].to_pylist(), strict=True):
         spans.append(spans[-1] + (key != previous) if spans else 0)
         previous = key
-    rows = plan.units["num_rows"].to_pylist()
-    return CoordinatorUnits(spans, [n * plan.samples_per_row for n in rows])
+    outputs = [n * plan.samples_per_row for n in plan.units["num_rows"].to_pylist()]
+    if retry is not None:
+        for unit, chosen in retry.units.items():
+            outputs[unit] = chosen.num_outputs
+    return CoordinatorUnits(spans, outputs)
 
 
 def resolve_paths(job: JobConfig, directory: Path) -> JobConfig:
@@ -106,41 +138,46 @@ def resolve_paths(job: JobConfig, directory: Path) -> JobConfig:
     return job.with_absolute_paths(directory)
 
 
+class _Driver(NamedTuple):
+    """What an invocation works with."""
+
+    display: Display
+    signals: StopSignals
+    lock: DriverLock
+    engines: EngineSource
+    before_data: Callable[[], None] | None
+    retry: Retry | None
+
+
 class _Invocation:
     """One run of the job command that has units to decode."""
 
     def __init__(
-        self,
-        job: JobConfig,
-        plan: Plan,
-        engines: EngineSource,
-        display: Display,
-        signals: StopSignals,
-        before_data: Callable[[], None] | None,
+        self, job: JobConfig, plan: Plan, store: Store, number: int, driver: _Driver
     ) -> None:
         self._started = time.monotonic()
         self._job = job
         self._plan = plan
-        self._engines = engines
-        self._display = display
-        self._signals = signals
-        self._before_data = before_data
-        self._number = claim_invocation(job.output.path)
-        now = datetime.now(UTC).isoformat(timespec="seconds")
+        self._store = store
+        self._number = number
+        self._name = f"bastion-batch-{plan.job_id}-{number}"
+        self._driver = driver
+        self._versions = installed_versions()
         self._record = RunRecord(job, plan.job_id)
-        self._record.begin(self._number, now)
-        self._progress_file = ProgressFile(job.output.path)
+        self._record.begin(number, datetime.now(UTC).isoformat(timespec="seconds"))
+        self._progress_file = ProgressFile(store)
         self._last: tuple[Progress, list[AttemptRecord]] | None = None
         self._recorded_at = 0.0
+        self._told_of_storage = False
 
     def decode(self) -> None:
         """Decode and commit every unit that is not yet committed."""
         self._save("running")
         status = "failed"
         try:
-            with connected(num_cpus=self._num_cpus()):
-                self._signals.rearm()
-                self._supervise()
+            with connected(self._num_cpus(), self._name) as own_ray:
+                self._driver.signals.rearm()
+                self._supervise(own_ray)
             status = "finished"
         except (KeyboardInterrupt, SystemExit):
             status = "interrupted"
@@ -156,30 +193,48 @@ class _Invocation:
         count = self._job.workers.count
         return max(os.cpu_count() or 1, 1 if count == "auto" else count)
 
-    def _supervise(self) -> None:
-        # Ray is imported by `fleet`, and only now: its environment is set.
+    def _supervise(self, own_ray: bool) -> None:
+        # Ray is imported by these, and only now: its environment is set.
+        from bastion_batch.cluster.environment import Nodes, usable_nodes
         from bastion_batch.cluster.fleet import CoordinatorClient, Fleet, cluster_nodes
 
-        output = self._job.output.path
-        slots = {slot.worker: slot for slot in place(cluster_nodes(), self._job.workers)}
-        name = f"bastion-batch-{self._plan.job_id}-{self._number}"
-        done = committed_units(output)
-        units: dict[str, Any] = coordinator_units(self._plan)._asdict() | {"done": done}
-        coordinator = CoordinatorClient(f"{name}-coordinator", units)
-        self._display.say(
+        found = [node for node in cluster_nodes() if node.num_cpus]
+        is_same = own_ray or not found  # a Ray of our own is this machine and this Python
+        nodes = Nodes(found, {}) if is_same else usable_nodes(found, self._store)
+        slots = {slot.worker: slot for slot in place(nodes.usable, self._job.workers)}
+        done = self._committed()
+        units: dict[str, Any] = {
+            **coordinator_units(self._plan, self._driver.retry)._asdict(),
+            "done": done,
+            "faults_expected": self._driver.retry is not None,
+        }
+        coordinator = CoordinatorClient(self._name, units, self._store, self._number)
+        self._driver.display.say(
             f"{self._plan.num_units - len(done)} of {self._plan.num_units} units to decode, "
             f"{len(slots)} x {next(iter(slots.values())).device}"
         )
         Supervisor(
-            fleet=Fleet(name, coordinator, self._engines),
+            fleet=Fleet(self._name, coordinator, self._driver.engines),
             coordinator=coordinator,
             slots=slots,
+            refused_nodes=frozenset(nodes.refused),
             restarts=Restarts(slots, self._number),
             make_spec=self._spec,
-            committed=partial(committed_units, output),
+            committed=self._committed,
             observe=self._observe,
-            signals=self._signals,
+            watches=self._watches(),
         ).run()
+
+    def _watches(self) -> Watches:
+        StopFile(self._store).clear()
+        return Watches(
+            signals=self._driver.signals,
+            notices=Notices(notice_sources(self._store)),
+            superseded_by=lambda: self._driver.lock.superseded_by,
+            drain_seconds=drain_seconds(os.environ),
+            no_progress_seconds=self._job.limits.no_progress_seconds,
+            start_seconds=self._job.limits.start_seconds,
+        )
 
     def _spec(self, slot: Slot, attempt: int) -> WorkerSpec:
         return WorkerSpec(
@@ -191,14 +246,16 @@ class _Invocation:
             steps=self._plan.steps,
             device=slot.device,
             workers_on_node=slot.workers_on_node,
-            before_data=self._before_data,
+            versions=self._versions,
+            before_data=self._driver.before_data,
+            retry=self._driver.retry,
         )
 
     def _observe(self, progress: Progress, attempts: list[AttemptRecord]) -> None:
         is_news = self._last is None or len(attempts) != len(self._last[1])
         self._last = progress, attempts
-        self._display.show(progress)
-        self._progress_file.write(progress)
+        self._driver.display.show(progress)
+        self._try(partial(self._progress_file.write, progress))
         if is_news or time.monotonic() - self._recorded_at >= RECORD_SECONDS:
             self._recorded_at = time.monotonic()
             self._save("running")
@@ -211,25 +268,40 @@ class _Invocation:
             wall_seconds=time.monotonic() - self._started,
             decoding_seconds=progress.elapsed_seconds if progress else 0.0,
         )
-        self._record.save()
+        self._try(self._record.save)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """Write what only informs: storage that fails now is no reason to stop decoding."""
+        try:
+            write()
+        except OSError as error:
+            if not self._told_of_storage:
+                logger.warning("output %s: progress cannot be written: %s", self._store.root, error)
+            self._told_of_storage = True
+
+    def _committed(self) -> set[int]:
+        """The units that need nothing any more."""
+        look = partial(committed_units, self._store)
+        if self._driver.retry is not None:
+            look = partial(self._driver.retry.done, self._store, self._plan)
+        return self._store.retries.call(look, what="listing data/")
 
 
-def _finish(job: JobConfig, plan: Plan) -> JobResult:
-    """Tidy and prove a job whose units are all committed. Changes nothing the second time."""
-    output = job.output.path
-    remove_orphan_steps(output)
-    _remove_torn_files(output)
-    prove_complete(output, plan)
-    totals = read_totals(output, plan)
+def _finish(job: JobConfig, plan: Plan, store: Store) -> JobResult:
+    """Prove and tidy a job whose units are all committed. Changes nothing the second time."""
+    prove_complete(store, plan)
+    remove_orphan_steps(store, plan)
+    remove_journal(store, range(plan.num_units))
+    _remove_torn_files(store)
+    totals = read_totals(store, plan, complete=True)
     record = RunRecord(job, plan.job_id)
-    if not record.complete:
+    if record.totals != totals._asdict():
         record.save(totals._asdict())
-    return result_of(output, plan, totals)
+    return result_of(store, plan, totals)
 
 
-def _remove_torn_files(output: str) -> None:
+def _remove_torn_files(store: Store) -> None:
     """Remove what workers were writing when they were killed; nobody needs it any more."""
-    store = open_store(output)
     for name in store.names(TEMPORARY):
         if ".parquet." in name:
             store.remove(name)

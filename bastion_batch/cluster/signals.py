@@ -1,15 +1,49 @@
 """SIGINT and SIGTERM: the first asks for an orderly end, the second ends the process."""
 
+import json
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
+
+DRAIN_SECONDS = 20.0
+"""Clusters give 30 s before they kill; an orderly end rarely takes more than three."""
+RAY_STOP_SECONDS = 3.0
+"""What `ray job stop` gives, unless it is told otherwise."""
+_RAY_STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
+_RAY_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+def drain_seconds(environment: Mapping[str, str]) -> float:
+    """How long an orderly end may take in a process with this environment."""
+    given = environment.get(_RAY_STOP_WAIT)
+    if given is None and submission_id(environment) is None:
+        return DRAIN_SECONDS
+    try:
+        wait = float(given) if given else RAY_STOP_SECONDS
+    except ValueError:
+        wait = RAY_STOP_SECONDS
+    return max(1.0, wait - 1.0)
+
+
+def submission_id(environment: Mapping[str, str]) -> str | None:
+    """The name of the Ray job whose driver has this environment."""
+    try:
+        config = json.loads(environment.get(_RAY_JOB_CONFIG, "{}"))
+        return config.get("metadata", {}).get("job_submission_id")
+    except ValueError:
+        return None
 
 
 def interruption(signum: int) -> BaseException:
     """What Python raises for this signal by custom: exit code 130 or 143."""
     return KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)
+
+
+def notice_exit() -> BaseException:
+    """How a job ends that was given notice: as if by SIGTERM."""
+    return interruption(signal.SIGTERM)
 
 
 class StopSignals:
@@ -21,7 +55,7 @@ class StopSignals:
     def __init__(self, say: Callable[[str], None]) -> None:
         self.received: int | None = None
         self.deferred = False
-        self._say = say
+        self.say = say
         self._previous: dict[int, object] = {}
 
     def __enter__(self) -> "StopSignals":
@@ -50,4 +84,4 @@ class StopSignals:
         self.received = signum
         if not self.deferred:
             raise interruption(signum)
-        self._say("stopping; once more ends at once")
+        self.say("stopping; once more ends at once")

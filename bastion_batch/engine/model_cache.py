@@ -7,6 +7,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ from pathlib import Path
 from bastion_batch.engine.fingerprint import fingerprint_of_file
 
 MANIFEST = "manifest.json"
+
+logger = logging.getLogger(__name__)
 
 
 def cache_dir() -> Path:
@@ -35,8 +38,7 @@ def build_once(directory: Path, build: Callable[[Path], None]) -> Path:
     """
     if is_whole(directory):
         return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(directory.with_name(f"{directory.name}.lock")):
+    with one_at_a_time(directory.with_name(f"{directory.name}.lock")):
         if not is_whole(directory):
             part = directory.with_name(f"{directory.name}.part")
             _remove(part)
@@ -66,9 +68,15 @@ def _write_manifest(directory: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def one_at_a_time(path: Path) -> Iterator[None]:
+    """Hold the lock of this file; it goes with the process, however that ends."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process that holds %s", path)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

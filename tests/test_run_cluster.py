@@ -1,0 +1,236 @@
+"""A driver on a real cluster whose nodes are not alike, go away, and have workers that hang."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster_nodes import ELSEWHERE, of_run
+from scripted_driver import read_json, wait_until
+
+from bastion_batch.cluster.connect import RUN_VARIABLE
+from bastion_batch.io.plan import load_plan
+from bastion_batch.io.results import prove_complete
+
+pytestmark = pytest.mark.ray
+
+TESTS = Path(__file__).parent
+STORE_BYTES = 80 * 2**20
+SOON = {
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "4",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}",
+}
+
+
+class Nodes:
+    """A head without room for workers, and the nodes that a test adds."""
+
+    def __init__(self):
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.added = []
+
+    def add(self, **environment):
+        node = self.cluster.add_node(
+            num_cpus=1, object_store_memory=STORE_BYTES, env_vars=environment
+        )
+        self.added.append(node)
+        return node.node_id
+
+    def drain(self, node_id, seconds=60):
+        from ray._raylet import GcsClient
+        from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        deadline = int((time.time() + seconds) * 1000)
+        accepted, why = GcsClient(address=self.cluster.address).drain_node(
+            node_id, reason, "preempted", deadline
+        )
+        assert accepted, why
+
+    def clear(self):
+        for node in self.added:
+            self.cluster.remove_node(node, allow_graceful=False)
+        self.added.clear()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in SOON.items():
+            environment.setenv(name, value)
+        nodes = Nodes()
+        yield nodes
+        nodes.cluster.shutdown()
+
+
+@pytest.fixture
+def nodes(cluster):
+    yield cluster
+    cluster.clear()
+
+
+class Job:
+    """A job whose driver is a process of its own."""
+
+    def __init__(self, directory, address, num_rows=60, count=2, **limits):
+        self.output = directory / "out"
+        self.address = address
+        prompts = directory / "prompts.jsonl"
+        prompts.write_text(
+            "".join(json.dumps({"prompt": f"q {i}"}) + "\n" for i in range(num_rows))
+        )
+        tree = {
+            "input": {"path": str(prompts), "prompt": "prompt"},
+            "output": {"path": str(self.output), "unit_rows": 3},
+            "model": {"target": "scripted"},
+            "decoding": {"max_new_tokens": 40},
+            "workers": {"count": count},
+            "limits": limits,
+        }
+        self.file = directory / "job.yaml"
+        self.file.write_text(json.dumps(tree))
+
+    def start(self, step_seconds, *options):
+        return subprocess.Popen(
+            [sys.executable, TESTS / "scripted_driver.py", self.file, str(step_seconds), *options],
+            env=os.environ | SOON | {"RAY_ADDRESS": self.address},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def end(self, driver, code=0):
+        """What a driver wrote until its end; one that does not end is ended."""
+        try:
+            out, err = driver.communicate(timeout=100)
+        except subprocess.TimeoutExpired:
+            driver.kill()
+            out, err = driver.communicate()
+        assert driver.returncode == code, err
+        return out + err
+
+    def workers(self):
+        invocations = read_json(self.output / "run.json").get("invocations", [])
+        return invocations[-1]["workers"] if invocations else []
+
+    def wait_for_units(self, count):
+        data = self.output / "data"
+        wait_until(lambda: data.is_dir() and len(list(data.iterdir())) >= count)
+
+    def check(self):
+        prove_complete(self.output, load_plan(self.output))
+
+
+def log_of(job, pattern):
+    return "".join(p.read_text() for p in sorted((job.output / "_bastion/logs").glob(pattern)))
+
+
+@pytest.mark.slow
+def test_workers_leave_a_node_that_drains_and_hung_ones_are_replaced(nodes, tmp_path):
+    going, _ = nodes.add(), nodes.add()  # a worker each
+    job = Job(tmp_path, nodes.cluster.address, num_rows=300, no_progress_seconds=3)
+    driver = job.start(0.05)
+    wait_until(lambda: len(job.workers()) == 2)
+    run = f"bastion-batch-{load_plan(job.output).job_id}-1"
+    assert len(of_run(RUN_VARIABLE, run)) >= 3, "the coordinator and two workers"
+    nodes.add()
+    nodes.drain(going)
+    wait_until(lambda: "told to end" in log_of(job, "w*"))
+    wait_until(lambda: len(job.workers()) == 3 and job.workers()[-1]["counts"]["num_steps"])
+    os.kill(job.workers()[-1]["engine"]["pid"], signal.SIGSTOP)
+    output = job.end(driver)
+    job.check()
+    assert "Ray is draining the node" in output
+    assert "makes no progress" in output
+    assert "\r" not in output
+    wait_until(lambda: not of_run(RUN_VARIABLE, run), seconds=15)
+    logs = {p.name for p in (job.output / "_bastion/logs").iterdir()}
+    workers = {f"{w['worker']}-{w['attempt']}.log" for w in job.workers()}
+    assert logs >= workers | {"driver-1.log", "coordinator-1.log"}
+
+
+JUDGE = """
+import json, sys
+import ray
+from cluster_nodes import NodeStore
+from bastion_batch.cluster.environment import usable_nodes
+from bastion_batch.cluster.fleet import cluster_nodes
+from bastion_batch.errors import InputError
+ray.init(address=sys.argv[1], log_to_driver=False)
+store = NodeStore(sys.argv[2])
+store.make_directories()
+nodes = [node for node in cluster_nodes() if node.num_cpus]
+try:
+    judged = usable_nodes(nodes, store)
+    print(json.dumps({"usable": [(n.node_id, n.host) for n in judged.usable], "refused": judged.refused}))
+except InputError as error:
+    print(json.dumps({"error": str(error)}))
+assert store.names("_bastion/tmp") == []
+"""
+
+
+def judge(address, output):
+    ended = subprocess.run(
+        [sys.executable, "-c", JUDGE, address, output],
+        env=os.environ | SOON,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_nodes_that_differ_are_named_and_not_used(nodes, tmp_path):
+    stale = tmp_path / "stale"
+    metadata = stale / "transformers-0.0.1.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 0.0.1\n")
+    blind = nodes.add(**{ELSEWHERE: str(tmp_path / "nowhere")})
+    other = nodes.add(PYTHONPATH=os.pathsep.join([str(stale), SOON["PYTHONPATH"]]))
+    good = nodes.add()
+    (tmp_path / "out").mkdir()
+    judged = judge(nodes.cluster.address, tmp_path / "out")
+    assert [n for n, _ in judged["usable"]] == [good]
+    assert "does not see the output's storage" in judged["refused"][blind]
+    assert re.search(r"it has transformers 0\.0\.1 \(the driver: ", judged["refused"][other])
+
+
+def test_when_no_node_is_left_the_job_is_refused(nodes, tmp_path):
+    nodes.add(**{ELSEWHERE: str(tmp_path / "nowhere")})
+    (tmp_path / "out").mkdir()
+    error = judge(nodes.cluster.address, tmp_path / "out")["error"]
+    assert error.startswith(f"no node can be used for output {tmp_path / 'out'}:\n  node ")
+
+
+def test_a_process_id_that_is_another_runs_by_now_is_left_alone():
+    from bastion_batch.cluster.fleet import kill_if_of_run
+
+    sleepers = {
+        run: subprocess.Popen(["sleep", "60"], env=os.environ | {RUN_VARIABLE: run})
+        for run in ("run-1", "run-2")
+    }
+    wait_until(lambda: all(of_run(RUN_VARIABLE, run) for run in sleepers))
+    kill_if_of_run("run-1", sleepers["run-2"].pid)
+    kill_if_of_run("run-1", sleepers["run-1"].pid)
+    assert sleepers["run-1"].wait(10) == -signal.SIGKILL
+    assert sleepers["run-2"].poll() is None
+    kill_if_of_run("run-2", sleepers["run-2"].pid)
+    sleepers["run-2"].wait(10)
+    kill_if_of_run("run-2", sleepers["run-2"].pid)
