@@ -3,12 +3,12 @@
 import re
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bastion_batch.errors import OutputError
 from bastion_batch.io.plan import Plan, load_plan
 from bastion_batch.io.results import Totals, read_totals
+from bastion_batch.io.store import DATA, PLAN, Output, open_store
 from bastion_batch.records import EngineTotals, measured_speedup
 from bastion_batch.run_record import engine_counts, read_record
 
@@ -45,24 +45,26 @@ class JobResult:
     @property
     def data(self) -> str:
         """The directory of the answers."""
-        return str(Path(self.output) / "data")
+        return f"{self.output}/{DATA}"
 
 
-def load_result(output: str | Path) -> JobResult:
+def load_result(output: Output) -> JobResult:
     """The result of an output so far.
 
     Raises:
         OutputError: there is no job in this directory.
     """
-    plan = load_plan(output)
+    store = open_store(output)
+    plan = load_plan(store)
     if plan is None:
-        raise OutputError(f"{output} holds no job: it has no _bastion/plan.json")
-    return result_of(output, plan, read_totals(output, plan))
+        raise OutputError(f"{store.root} holds no job: it has no {PLAN}")
+    return result_of(store, plan, read_totals(store, plan))
 
 
-def result_of(output: str | Path, plan: Plan, totals: Totals) -> JobResult:
+def result_of(output: Output, plan: Plan, totals: Totals) -> JobResult:
     """Join what the files hold with what the engines recorded."""
-    record: dict[str, Any] = read_record(output) or {"name": "job", "invocations": []}
+    store = open_store(output)
+    record: dict[str, Any] = read_record(store) or {"name": "job", "invocations": []}
     engines = engine_counts(record["invocations"])
     counts = EngineTotals()
     for engine in engines:
@@ -70,7 +72,7 @@ def result_of(output: str | Path, plan: Plan, totals: Totals) -> JobResult:
     decoding_seconds = sum(i["decoding_seconds"] for i in record["invocations"])
     return JobResult(
         name=record["name"],
-        output=str(output),
+        output=store.root,
         complete=totals.num_units == plan.num_units,
         num_rows=plan.num_rows,
         num_outputs=totals.num_outputs,

@@ -64,7 +64,13 @@ def test_misuse_is_exit_code_2(arguments, capsys):
     assert "Error" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["run", "plan", "report"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("run", "plan", "report", "status", "verify"),
+        *("retry-failed", "compact", "submit", "stop"),
+    ],
+)
 def test_every_command_explains_itself(name, capsys):
     assert main([name, "--help"]) == 0
     assert len(capsys.readouterr().out) > 200
@@ -108,9 +114,22 @@ def test_plan_shows_size_and_prompts_and_writes_nothing(job, capsys):
     assert sorted(Path.cwd().rglob("*")) == before
 
 
-def test_report_of_something_else_is_refused(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    assert "holds no job" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "arguments", [["report"], ["status"], ["verify"], ["retry-failed"], ["compact", "dest"]]
+)
+def test_something_that_is_no_output_is_refused(tmp_path, monkeypatch, arguments, capsys):
+    monkeypatch.chdir(tmp_path)
+    name, *rest = arguments
+    assert main([name, str(tmp_path / "nothing"), *rest]) == 2
+    assert "nothing holds no job" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_file_may_be_named_for_its_output(job, capsys):
+    assert main(["verify", job]) == 2
+    assert f"{Path('out').absolute()} holds no job" in capsys.readouterr().err
+    assert main(["verify", "out", "--set", "input.path=x"]) == 2
+    assert "--set changes a job file" in capsys.readouterr().err
 
 
 @pytest.mark.ray
@@ -125,6 +144,21 @@ def test_a_job_with_too_many_failed_rows_is_finished_and_exits_3(job, capsys):
 
     assert main(["report", "out"]) == 0
     assert capsys.readouterr().out == ended.stdout
+    assert main(["verify", "out"]) == 0
+    assert capsys.readouterr().out.endswith("\nclean\n")
+
+    again = command("retry-failed", "out", "--kind", "prompt_too_long")
+    assert again.returncode == 3, again.stderr  # it is too long as it ever was
+    assert "failed rows      2 (1 null_prompt, 1 prompt_too_long)" in again.stdout
+    assert pq.read_table("out/data").to_pylist() == [
+        row | {"worker": new["worker"]}
+        for row, new in zip(rows, pq.read_table("out/data").to_pylist(), strict=True)
+    ]
+    assert main(["verify", "out"]) == 0
+    assert main(["status", job]) == 0
+    assert "complete" in capsys.readouterr().out
+    assert main(["compact", "out", "compact"]) == 0
+    assert pq.read_table("compact/data").num_rows == 10
     assert main(["run", job, "--set", "limits.max_failed=2"]) == 0
     assert main(["run", job, "--set", "decoding.seed=1"]) == 2
     assert "decoding.seed: 0 -> 1" in capsys.readouterr().err
