@@ -220,10 +220,9 @@ def stop_by(job, signum):
     refused = job.run()
     assert refused.returncode == 2
     assert f"process {driver.pid} on {socket.gethostname()}, since" in refused.stderr
-    pids = job.engines()
-    os.killpg(driver.pid, signum)
     run = f"bastion-batch-{load_plan(job.output).job_id}-1"
-    assert set(pids) <= set(of_run(RUN_VARIABLE, run))
+    assert set(job.engines()) <= set(of_run(RUN_VARIABLE, run))
+    os.killpg(driver.pid, signum)
     ended = job.end(driver)
     assert ended.returncode == 128 + signum, ended.stderr
     assert "Traceback" not in ended.stderr
