@@ -15,7 +15,9 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+from bastion_batch.cluster.reaper import Reaper
 from bastion_batch.errors import InputError
 
 NAMESPACE = "bastion_batch"
@@ -51,10 +53,11 @@ def connected(num_cpus: int, run: str) -> Generator[bool]:
         yield False
         return
     address = cluster_address()
+    reaper = None
     try:
         if address is None:
             os.environ[RUN_VARIABLE] = run
-            _start_local(num_cpus)
+            reaper = Reaper(_start_local(num_cpus))
         else:
             _join(address)
         yield address is None
@@ -62,6 +65,8 @@ def connected(num_cpus: int, run: str) -> Generator[bool]:
         import ray
 
         ray.shutdown()  # disconnects; ends only what was started above
+        if reaper is not None:
+            reaper.dismiss()
         os.environ.pop(RUN_VARIABLE, None)
 
 
@@ -142,13 +147,14 @@ def _join(address: str) -> None:
     logger.info("joined the Ray cluster at %s", address)
 
 
-def _start_local(num_cpus: int) -> None:
+def _start_local(num_cpus: int) -> str:
+    """Start a Ray for this process; returns its session directory."""
     for name, value in _local_environment().items():
         os.environ.setdefault(name, value)
     import ray
 
     with _importable_by_workers():
-        ray.init(
+        started: Any = ray.init(
             address="local",
             namespace=NAMESPACE,
             num_cpus=num_cpus,
@@ -158,6 +164,7 @@ def _start_local(num_cpus: int) -> None:
             logging_level=logging.ERROR,
         )
     logger.info("started a local Ray")
+    return started.address_info["session_dir"]
 
 
 def _local_environment() -> dict[str, str]:
