@@ -215,11 +215,12 @@ def test_a_driver_that_is_taken_over_stops(job):
 
 def stop_by(job, signum):
     """Send a signal to a driver in mid-run and everything it started, and check its end."""
-    driver = job.start(0.2)
-    job.wait_for_units(1)
+    driver = job.start(0.4)
+    wait_until(job.engines)
     refused = job.run()
     assert refused.returncode == 2
     assert f"process {driver.pid} on {socket.gethostname()}, since" in refused.stderr
+    job.wait_for_units(1)
     run = f"bastion-batch-{load_plan(job.output).job_id}-1"
     assert set(job.engines()) <= set(of_run(RUN_VARIABLE, run))
     os.killpg(driver.pid, signum)
