@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bastion_batch.core.budget import DraftDepths, best_budget
-from bastion_batch.core.gates import BatchGates, RowGates, TrackRecord
+from bastion_batch.core.budget import BatchGates, DraftDepths, RowGates, best_budget
 
 proven = settings(derandomize=True, deadline=None, max_examples=200)
 scores = st.lists(st.floats(-12, 0), max_size=30).map(lambda s: np.array(sorted(s, reverse=True)))
@@ -214,17 +213,3 @@ def test_rows_that_leave_are_forgotten():
     assert gates.wanting([5]) == []
     assert gates.wanting([6]) == [0]
     assert gates.wanting([5]) == [0], "a row that comes back is new"
-
-
-def test_predictions_are_put_right_by_what_came_of_them():
-    record = TrackRecord()
-    assert record.factor == 1
-    for _ in range(2000):
-        record.add(predicted_tokens=2, tokens=1.5, predicted_seconds=0.02, seconds=0.03)
-    assert record.factor == pytest.approx(0.5)
-
-
-def test_one_lucky_step_says_little():
-    record = TrackRecord()
-    record.add(predicted_tokens=2, tokens=8, predicted_seconds=0.02, seconds=0.02)
-    assert record.factor < 1.2

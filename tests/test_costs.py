@@ -38,16 +38,5 @@ def test_a_slower_device_is_followed():
     assert learnt.plain_seconds(8, 800) == pytest.approx(0.06, rel=0.02)
 
 
-def test_plain_passes_slow_down_with_the_others():
-    """While every step drafts, a device that throttles must not make drafting look bad."""
-    learnt = costs()
-    for _ in range(100):
-        learnt.observe_verify(4, 4, 400, 0.04)
-        learnt.observe_verify(24, 4, 400, 0.06)
-    for _ in range(60):
-        learnt.observe_verify(24, 4, 400, 0.09)
-    assert learnt.plain_seconds(4, 400) == pytest.approx(0.06, rel=0.05)
-
-
 def test_drafting_costs_nothing_where_nothing_is_priced():
     assert costs().draft_seconds(DraftLoad(7, 1, 100)) == 0

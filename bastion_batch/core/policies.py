@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bastion_batch.core.acceptance import AcceptanceModel, Outcomes
-from bastion_batch.core.budget import best_budget
-from bastion_batch.core.gates import BatchGates
+from bastion_batch.core.budget import BatchGates, best_budget
 from bastion_batch.core.tree import (
     DraftTree,
     PathScores,

@@ -1,17 +1,14 @@
 """What `bastion` decides: whether to draft, which rows, how deep, and how many nodes to verify.
 
-Predictions choose the budget of a step. Whether drafting pays at all is judged by predictions, too,
-put right by what came of earlier ones.
+Predictions choose the budget of a step. Whether drafting pays at all is judged by what steps took.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from bastion_batch.core.budget import Budget, DraftDepths, best_budget
-from bastion_batch.core.gates import BatchGates, RowGates, TrackRecord
+from bastion_batch.core.budget import BatchGates, Budget, DraftDepths, RowGates, best_budget
 from bastion_batch.core.roofline import PassLoad
 from bastion_batch.core.tree import Candidates, DraftTree
 from bastion_batch.engine.costs import DraftLoad, StepCosts
@@ -26,7 +23,6 @@ class _Trial(NamedTuple):
     """A drafted step whose outcome is not known yet."""
 
     num_rows: int
-    predicted_tokens: float
     predicted_seconds: float
     plain_rate: float
     """Tokens per second without drafting."""
@@ -45,7 +41,6 @@ class Controller:
         self._batch_gates = BatchGates()
         self._row_gates = RowGates()
         self._depths = DraftDepths(max_depth)
-        self._records: defaultdict[int, TrackRecord] = defaultdict(TrackRecord)
         self._trial: _Trial | None = None
 
     def places(self, rows: Sequence[Row]) -> list[int]:
@@ -87,7 +82,6 @@ class Controller:
         )
         self._trial = _Trial(
             num_rows=num_rows,
-            predicted_tokens=budget.expected_tokens,
             predicted_seconds=budget.expected_tokens / budget.tokens_per_second,
             plain_rate=num_rows / (plain_seconds + other_seconds),
         )
@@ -116,7 +110,7 @@ class Controller:
         self._row_gates.observe(keys, [tree.expected_tokens - 1 - cost for tree in trees])
 
     def judge(self, num_tokens: int, step_seconds: float) -> None:
-        """Learn whether drafting pays, from what came of the step in the end.
+        """Learn whether drafting paid, from what came of the step in the end.
 
         A step that was held up counts as no more than `MAX_DELAY` says. Does nothing after a step
         without a budget.
@@ -126,17 +120,9 @@ class Controller:
             step_seconds: what the step took.
         """
         trial, self._trial = self._trial, None
-        if trial is None:
-            return
-        record = self._records[trial.num_rows.bit_length()]
-        record.add(
-            predicted_tokens=trial.predicted_tokens,
-            tokens=num_tokens,
-            predicted_seconds=trial.predicted_seconds,
-            seconds=min(step_seconds, MAX_DELAY * trial.predicted_seconds),
-        )
-        rate = trial.predicted_tokens / trial.predicted_seconds * record.factor
-        self._batch_gates.observe(trial.num_rows, rate, trial.plain_rate)
+        if trial is not None:
+            seconds = min(step_seconds, MAX_DELAY * trial.predicted_seconds)
+            self._batch_gates.observe(trial.num_rows, num_tokens / seconds, trial.plain_rate)
 
 
 def _load_of(chunks: Sequence[Work]) -> PassLoad:

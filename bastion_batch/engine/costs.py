@@ -1,17 +1,11 @@
 """What the parts of a step cost on this device: predicted, and learnt from every step."""
 
 import math
-from bisect import bisect
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
-from bastion_batch.core.correction import TOKENS
 from bastion_batch.core.latency import LatencyModel
 from bastion_batch.core.roofline import ModelShape, PassLoad
-
-MAX_LOG_CHANGE = 0.5
-"""A single pass says no more than this about the device's pace."""
 
 
 class DraftLoad(NamedTuple):
@@ -34,47 +28,27 @@ class DraftLoad(NamedTuple):
 
 
 class _PlainPasses:
-    """How long plain passes take: from those there were, and from how the device is doing since.
-
-    Passes of every kind, of about so many rows and tokens, have a usual factor over the roofline.
-    How much longer than usual passes take now, of whatever kind, is the device's pace,
-    and it is taken to be that of plain ones too.
-    """
+    """How long plain passes take, as factors of the roofline; one per power of two of the rows."""
 
     RATE = 0.1
-    """Of the pace."""
-    USUAL_RATE = 0.01
-    """Of what is usual, once so many passes as its inverse were seen."""
 
     def __init__(self, model: LatencyModel) -> None:
         self._model = model
-        self._usual: dict[tuple[int, int], float] = {}
-        self._num_seen: Counter[tuple[int, int]] = Counter()
-        self._pace = 0.0
+        self._log_factors: dict[int, float] = {}
 
     def seconds(self, num_rows: int, context_tokens: int) -> float:
-        usual = self._usual.get(_kind(num_rows, num_rows))
-        if usual is None:
+        known = self._log_factors.get(num_rows.bit_length())
+        if known is None:
             return self._model.seconds(num_rows, num_rows, context_tokens)
-        return self._base(num_rows, num_rows, context_tokens) * math.exp(usual + self._pace)
+        return self._base(num_rows, context_tokens) * math.exp(known)
 
-    def observe(self, num_tokens: int, num_rows: int, context_tokens: int, seconds: float) -> None:
-        factor = math.log(seconds / self._base(num_tokens, num_rows, context_tokens))
-        kind = _kind(num_rows, num_tokens)
-        change = factor - self._pace - self._usual.setdefault(kind, factor - self._pace)
-        change = min(max(change, -MAX_LOG_CHANGE), MAX_LOG_CHANGE)
-        self._num_seen[kind] += 1
-        self._pace += self.RATE * change
-        self._usual[kind] += max(self.USUAL_RATE, 1 / self._num_seen[kind]) * change
+    def observe(self, num_rows: int, context_tokens: int, seconds: float) -> None:
+        factor = math.log(seconds / self._base(num_rows, context_tokens))
+        known = self._log_factors.setdefault(num_rows.bit_length(), factor)
+        self._log_factors[num_rows.bit_length()] += self.RATE * (factor - known)
 
-    def _base(self, num_tokens: int, num_rows: int, context_tokens: int) -> float:
-        return self._model.base_seconds(PassLoad.of(num_tokens, num_rows, context_tokens))
-
-
-def _kind(num_rows: int, num_tokens: int) -> tuple[int, int]:
-    """Plain passes are kinds of their own."""
-    is_plain = num_tokens == num_rows
-    return num_rows.bit_length(), 0 if is_plain else bisect(TOKENS, num_tokens)
+    def _base(self, num_rows: int, context_tokens: int) -> float:
+        return self._model.base_seconds(PassLoad.of(num_rows, num_rows, context_tokens))
 
 
 class StepCosts:
@@ -98,7 +72,7 @@ class StepCosts:
     def plain_seconds(self, num_rows: int, context_tokens: int) -> float:
         """Predicted seconds of a verification pass without nodes: what drafting is held against.
 
-        From plain passes of about as many rows, if there were any. The model itself is moved by
+        From plain passes of about as many rows, if there were any. The model is also moved by
         passes with trees, whose rows are uneven, and those may become all that it sees.
         """
         return self._plain.seconds(num_rows, context_tokens)
@@ -108,7 +82,8 @@ class StepCosts:
     ) -> None:
         """Learn from a verification pass without prompts."""
         self.verify.observe(num_tokens, num_rows, context_tokens, seconds)
-        self._plain.observe(num_tokens, num_rows, context_tokens, seconds)
+        if num_tokens == num_rows:
+            self._plain.observe(num_rows, context_tokens, seconds)
 
     def draft_seconds(self, load: DraftLoad) -> float:
         """Predicted seconds of a draft pass."""
