@@ -1,10 +1,10 @@
 """A worker in this process, on real files, with the scripted engine and a real coordinator."""
 
-import json
 import logging
 
 import pyarrow.parquet as pq
 import pytest
+from local_cluster import make_job, prompts
 
 from bastion_batch.cluster.coordinator import Coordinator
 from bastion_batch.cluster.links import LocalLink
@@ -12,7 +12,6 @@ from bastion_batch.cluster.node import NodeShare, usable_cores
 from bastion_batch.cluster.run import coordinator_units
 from bastion_batch.cluster.scripted import ScriptedEngine, ScriptedEngines, scripted_ids
 from bastion_batch.cluster.worker import Worker, WorkerSpec
-from bastion_batch.config import parse_job
 from bastion_batch.core.noise import row_key
 from bastion_batch.errors import DataError, OutputError
 from bastion_batch.io.commit import committed_units
@@ -32,24 +31,6 @@ def _package_log_as_before():
         package.removeHandler(handler)
         handler.close()
     package.setLevel(level)
-
-
-def make_job(directory, rows, **sections):
-    path = directory / "prompts.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tree = {
-        "input": {"path": str(path), "prompt": "prompt"},
-        "output": {"path": str(directory / "out"), "unit_rows": 5},
-        "model": {"target": "scripted"},
-        "decoding": {"max_new_tokens": 12, "temperature": 1.0},
-    }
-    for name, fields in sections.items():
-        tree[name] = tree.get(name, {}) | fields
-    return parse_job(tree)
-
-
-def prompts(count):
-    return [{"prompt": f"question {i}", "label": i} for i in range(count)]
 
 
 class Bench:
@@ -91,7 +72,7 @@ def test_every_row_is_answered_once_with_its_own_text(tmp_path):
         request = Request(
             row_id=row["row_id"],
             prompt_ids=tuple(row["prompt"].encode()),
-            sampling=SamplingParams(max_new_tokens=12),
+            sampling=SamplingParams(max_new_tokens=40),
             noise_key=row_key(0, row["row_id"], row["sample_index"]),
         )
         assert row["output"] == bytes(scripted_ids(request)).decode()
