@@ -14,6 +14,7 @@ from io_jobs import Target, make_job, planned, read, write_jsonl
 from bastion_batch.config import JobConfig
 from bastion_batch.errors import DataError, OutputError
 from bastion_batch.io.plan import (
+    PLAN_FORMAT,
     load_plan,
     make_plan,
     open_plan,
@@ -382,7 +383,7 @@ def test_a_plan_comes_back_from_disk_and_from_pickle(tmp_path):
     assert same(plan, loaded)
     assert same(plan, pickle.loads(pickle.dumps(plan)))
     header = json.loads((tmp_path / "out/_bastion/plan.json").read_text())
-    assert header["plan_format"] == 1
+    assert header["plan_format"] == PLAN_FORMAT
     assert (tmp_path / "out" / header["units_file"]).exists()
     assert "row_id: string" in header["columns"]["data"]
 
@@ -395,8 +396,10 @@ def test_no_plan_is_none_and_a_damaged_one_an_error(tmp_path):
     with pytest.raises(OutputError, match="not what the plan names"):
         load_plan(tmp_path / "out")
     header = tmp_path / "out/_bastion/plan.json"
-    header.write_text(header.read_text().replace('"plan_format": 1', '"plan_format": 2', 1))
-    with pytest.raises(OutputError, match="format 2; this version reads 1"):
+    header.write_text(
+        header.read_text().replace(f'"plan_format": {PLAN_FORMAT}', '"plan_format": 1', 1)
+    )
+    with pytest.raises(OutputError, match=f"format 1; this version reads {PLAN_FORMAT}"):
         load_plan(tmp_path / "out")
     header.write_text("{")
     with pytest.raises(OutputError, match="cannot be read"):

@@ -146,12 +146,7 @@ class Worker:
 
     def shared_plan(self) -> Plan:
         """The driver's plan, read from storage before any model is loaded."""
-        try:
-            plan = load_plan(self._store)
-        except OutputError as error:
-            if isinstance(error.__cause__, OSError):
-                raise error.__cause__ from None  # storage's fault: another start may mend it
-            raise
+        plan = load_plan(self._store)
         if plan is None or plan.job_id != self._spec.job_id:
             raise OutputError(
                 f"host {socket.gethostname()} does not see the job's plan in output "

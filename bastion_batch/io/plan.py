@@ -47,7 +47,7 @@ from bastion_batch.io.units import Unit, cut_units, rows_per_unit
 
 logger = logging.getLogger(__name__)
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 
 STEPS_ALL_ROWS = 100_000
 """Up to so many output rows ``output.steps: auto`` records the steps of all."""
@@ -299,13 +299,14 @@ def load_plan(output: Output) -> Plan | None:
 
     Raises:
         OutputError: the plan is damaged, or of a format this version does not read.
+        OSError: storage failed, which says nothing about the plan.
     """
     store = open_store(output)
     try:
         if not store.exists(PLAN):
             return None
         return _from_header(store, json.loads(store.read(PLAN)))
-    except (KeyError, TypeError, json.JSONDecodeError, OSError, pa.ArrowException) as error:
+    except (KeyError, TypeError, ValueError, FileNotFoundError, pa.ArrowException) as error:
         raise OutputError(f"plan of {store.root} cannot be read: {error!r}") from error
 
 
