@@ -5,6 +5,7 @@ from tiny import tiny_target
 
 from bastion_batch.core.devices import DeviceSpeed
 from bastion_batch.core.latency import LatencyModel
+from bastion_batch.core.roofline import PassLoad
 from bastion_batch.engine.costs import DraftLoad, StepCosts
 
 
@@ -17,9 +18,9 @@ def test_plain_passes_are_known_apart_from_those_with_trees():
     learnt = costs()
     plain, drafted = 0.04, 0.09
     for _ in range(100):
-        learnt.observe_verify(16, 16, 1600, plain)
+        learnt.observe_verify(PassLoad.of(16, 16, 1600), plain)
     for _ in range(300):
-        learnt.observe_verify(44, 16, 1600, drafted)
+        learnt.observe_verify(PassLoad.of(44, 16, 1600), drafted)
     assert learnt.plain_seconds(16, 1600) == pytest.approx(plain, rel=1e-6)
     assert learnt.verify.seconds(44, 16, 1600) == pytest.approx(drafted, rel=0.01)
 
@@ -27,14 +28,14 @@ def test_plain_passes_are_known_apart_from_those_with_trees():
 def test_plain_passes_of_a_size_never_seen_are_the_models():
     learnt = costs()
     assert learnt.plain_seconds(4, 400) == learnt.verify.seconds(4, 4, 400)
-    learnt.observe_verify(16, 16, 1600, 0.04)
+    learnt.observe_verify(PassLoad.of(16, 16, 1600), 0.04)
     assert learnt.plain_seconds(4, 400) == learnt.verify.seconds(4, 4, 400)
 
 
 def test_a_slower_device_is_followed():
     learnt = costs()
     for seconds in [0.04] * 50 + [0.06] * 50:
-        learnt.observe_verify(8, 8, 800, seconds)
+        learnt.observe_verify(PassLoad.of(8, 8, 800), seconds)
     assert learnt.plain_seconds(8, 800) == pytest.approx(0.06, rel=0.02)
 
 

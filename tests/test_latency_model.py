@@ -56,7 +56,7 @@ def errors_of_steps(model, device, num_steps, seed, num_rows=None, throttled_aft
         if throttled_after is not None and step >= throttled_after:
             seconds *= 1.5
         errors.append(abs(model.seconds(*load) / seconds - 1))
-        model.observe(*load, seconds)
+        model.observe(PassLoad.of(*load), seconds)
         context += 2 * rows
     return errors
 
@@ -103,7 +103,7 @@ def error_over_changing_contexts(model):
         load = (4 + int(generator.integers(0, 60)), 4, 4 * context)
         seconds = slow_when_short(*load) * np.exp(0.03 * generator.standard_normal())
         errors.append(abs(model.seconds(*load) / seconds - 1))
-        model.observe(*load, seconds)
+        model.observe(PassLoad.of(*load), seconds)
     return np.median(errors[50:])
 
 
@@ -182,7 +182,7 @@ def follow(model: LatencyModel, seconds, num_steps: int, seed: int = 0) -> None:
     for _ in range(num_steps):
         num_tokens = int(np.exp(generator.uniform(0, np.log(500))))
         load = (num_tokens, 1, int(generator.integers(0, 3000)))
-        model.observe(*load, seconds(*load))
+        model.observe(PassLoad.of(*load), seconds(*load))
 
 
 def half_speed(*load) -> float:
@@ -199,7 +199,7 @@ def test_a_device_that_slows_down_is_followed_within_a_few_dozen_steps():
 def test_one_size_alone_is_followed_within_a_few_dozen_steps():
     model = fitted()
     for _ in range(40):
-        model.observe(24, 1, 1000, half_speed(24, 1, 1000))
+        model.observe(PassLoad.of(24, 1, 1000), half_speed(24, 1, 1000))
     assert model.seconds(24, 1, 1000) == pytest.approx(half_speed(24, 1, 1000), rel=0.03)
     sizes = np.arange(1.0, 100.0)
     assert (np.diff(model.seconds(sizes, 1, 1000)) > -1e-3).all(), "no smaller pass takes longer"
@@ -210,11 +210,11 @@ def test_the_reported_error_is_of_predictions_made_before_their_outcome():
     assert model.median_error is None
     assert model.summary()["median_absolute_relative_error"] is None
     for _ in range(WINDOW):
-        model.observe(16, 1, 500, ideal(16, 1, 500))
+        model.observe(PassLoad.of(16, 1, 500), ideal(16, 1, 500))
     assert model.median_error < 1e-3
     for _ in range(WINDOW // 2 + 1):
         predicted = model.seconds(16, 1, 500)
-        model.observe(16, 1, 500, 1.25 * predicted)
+        model.observe(PassLoad.of(16, 1, 500), 1.25 * predicted)
     assert model.median_error == pytest.approx(0.2, abs=0.01)
     assert model.summary()["median_absolute_relative_error"] == pytest.approx(0.2, abs=0.01)
 
@@ -225,7 +225,7 @@ def test_one_wild_observation_moves_little(factor):
     follow(model, ideal, 50)
     for num_tokens in (1, 16, 100):
         before = model.seconds(num_tokens, 1, 500)
-        model.observe(num_tokens, 1, 500, factor * before)
+        model.observe(PassLoad.of(num_tokens, 1, 500), factor * before)
         assert model.seconds(num_tokens, 1, 500) == pytest.approx(before, rel=0.15)
 
 

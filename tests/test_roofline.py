@@ -171,3 +171,12 @@ def test_a_pass_that_was_held_up_is_known_by_a_larger_one_that_was_not():
     elsewhere = [Timing(4, 1, 1024, 0.20), Timing(16, 4, 512, 0.01)]
     found = undisturbed(taken + elsewhere)
     assert [timing.seconds for timing in found] == [0.05, 0.06, 0.06, 0.20, 0.01]
+
+
+def test_rows_of_a_pass_are_padded_to_the_longest_unless_apart_is_cheaper():
+    even = PassLoad.padded(np.array([12.0]), np.array([4.0]), [100] * 3, call_pairs=0)
+    assert even.attended_pairs == PassLoad.of(12, 3, 300).attended_pairs
+    uneven = PassLoad.padded(np.array([12.0]), np.array([10.0]), [100] * 3, call_pairs=10_000)
+    assert uneven.attended_pairs == 3 * 10 * 110
+    apart = PassLoad.padded(np.array([12.0]), np.array([10.0]), [100] * 3, call_pairs=10)
+    assert apart.attended_pairs == 12 * 104 + 3 * 10

@@ -94,12 +94,13 @@ class LatencyModel:
         """The roofline of a pass, without what was learnt since it was fitted."""
         return float(self._prices.of(load))
 
-    def observe(self, num_tokens: int, num_rows: int, context_tokens: int, seconds: float) -> None:
+    def observe(self, load: PassLoad, seconds: float) -> None:
         """Learn from a pass without prompts that took `seconds`."""
-        predicted = self.seconds(num_tokens, num_rows, context_tokens)
+        predicted = float(self.seconds_of(load))
         self._errors.append(abs(predicted / seconds - 1))
         self.num_observed += 1
-        place = Place.of(num_tokens, num_rows, context_tokens)
+        num_rows, context_tokens = load.num_rows, load.context_tokens
+        place = Place.of(float(load.num_tokens), num_rows, context_tokens)
         self.correction.observe(place, math.log(seconds / predicted))
         grid = PassLoad.of(_GRID_TOKENS, num_rows, context_tokens)
         self.correction.make_monotone(place, self._prices.of(grid))

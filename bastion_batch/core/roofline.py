@@ -121,6 +121,31 @@ class PassLoad(NamedTuple):
         tokens, pairs_sum, logits = np.asarray([sum(sizes), pairs, num_logits], np.float64)
         return cls(tokens, len(sizes), sum(contexts), pairs_sum, logits)
 
+    @classmethod
+    def padded(
+        cls,
+        num_tokens: NDArray[np.float64],
+        longest: NDArray[np.float64],
+        contexts: Sequence[int],
+        call_pairs: int,
+    ) -> Self:
+        """Passes over trees of unequal size, the head on all their tokens.
+
+        Attention computes rows together, each padded to the longest tree and context among them,
+        unless that costs more than computing a row by itself.
+
+        Args:
+            num_tokens: roots and nodes of each pass.
+            longest: tokens of each pass's largest tree.
+            contexts: cached tokens of each row, the same in all passes.
+            call_pairs: pairs that take as long as computing one more batch of rows.
+        """
+        num_rows, context_tokens = len(contexts), sum(contexts)
+        together = num_rows * longest * (max(contexts) + longest)
+        apart = num_tokens * (context_tokens + num_tokens) / num_rows + num_rows * call_pairs
+        pairs = np.minimum(together, apart)
+        return cls(num_tokens, num_rows, context_tokens, pairs, num_tokens)
+
     def plus(self, other: Self) -> Self:
         """One pass with all of both."""
         return self._make(a + b for a, b in zip(self, other, strict=True))

@@ -1,6 +1,9 @@
 """The books of an engine: what a step was expected to take, what it took, and what it did."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from bastion_batch.core.roofline import PassLoad
 from bastion_batch.core.tree import ROOT_ONLY
@@ -8,6 +11,15 @@ from bastion_batch.engine.costs import StepCosts
 from bastion_batch.engine.step import Verified, Work
 from bastion_batch.engine.totals import BaselineBursts
 from bastion_batch.records import EngineTotals, Method, StepRecord, StepTiming
+
+
+def load_of_chunks(chunks: Sequence[Work]) -> PassLoad:
+    """What chunks of prompt add to a pass."""
+    return PassLoad.packed(
+        [len(chunk.token_ids) for chunk in chunks],
+        [chunk.row.context_length for chunk in chunks],
+        sum(chunk.num_logits for chunk in chunks),
+    )
 
 
 class StepPlan(NamedTuple):
@@ -21,6 +33,7 @@ class StepPlan(NamedTuple):
     """Rows that decode; the others have prompt in the pass."""
     num_nodes: int
     prefill_tokens: int
+    load: PassLoad
     verify_seconds: float
     step_seconds: float
 
@@ -61,10 +74,8 @@ class Books:
         """
         contexts = {work.row.key: work.row.context_length for work in works}
         trees = [work for work in works if work.tree is not None]
-        sizes = [len(work.token_ids) for work in works]
         num_in_trees = sum(len(work.token_ids) for work in trees)
-        num_logits = sum(work.num_logits for work in works)
-        load = PassLoad.packed(sizes, list(contexts.values()), num_logits)
+        load = self._load_of(trees, [work for work in works if work.tree is None])
         verify_seconds = float(self._costs.verify.seconds_of(load))
         return StepPlan(
             method=method,
@@ -72,7 +83,8 @@ class Books:
             contexts=contexts,
             num_decoding=len(trees),
             num_nodes=num_in_trees - len(trees),
-            prefill_tokens=sum(sizes) - num_in_trees,
+            prefill_tokens=int(load.num_tokens) - num_in_trees,
+            load=load,
             verify_seconds=verify_seconds,
             step_seconds=verify_seconds + drafting_seconds + self._costs.other_seconds,
         )
@@ -87,8 +99,7 @@ class Books:
         """
         if plan.prefill_tokens:
             return
-        num_rows, context = plan.num_decoding, sum(plan.contexts.values())
-        self._costs.observe_verify(plan.num_tokens, num_rows, context, seconds["verify"])
+        self._costs.observe_verify(plan.load, seconds["verify"])
         self._costs.observe_other(seconds["step"] - seconds["verify"] - drafting_seconds)
 
     def enter(
@@ -123,6 +134,17 @@ class Books:
             row.records.append(_record(one, num_committed, plan.contexts[row.key], timing))
         self._add_totals(plan, timing, verified, kept)
 
+    def _load_of(self, trees: list[Work], chunks: list[Work]) -> PassLoad:
+        if not trees:
+            return load_of_chunks(chunks)
+        sizes = [len(work.token_ids) for work in trees]
+        load = self._costs.load_of_trees(
+            np.asarray(sum(sizes), np.float64),
+            np.asarray(max(sizes), np.float64),
+            [work.row.context_length for work in trees],
+        )
+        return load.plus(load_of_chunks(chunks)) if chunks else load
+
     def _add_totals(
         self, plan: StepPlan, timing: StepTiming, verified: list[Verified], kept: list[int]
     ) -> None:
@@ -136,6 +158,7 @@ class Books:
             num_nodes=plan.num_nodes,
             num_prefill_tokens=plan.prefill_tokens,
             step_seconds=timing.step_seconds,
+            predicted_seconds=plan.step_seconds,
         )
         self.totals = self.totals.plus(step)
         if not plan.prefill_tokens:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from bastion_batch.core.budget import BatchGates, Budget, DraftDepths, RowGates, best_budget
-from bastion_batch.core.roofline import PassLoad
-from bastion_batch.core.tree import Candidates, DraftTree
+from bastion_batch.core.tree import Candidates, DraftTree, largest_trees
+from bastion_batch.engine.books import load_of_chunks
 from bastion_batch.engine.costs import DraftLoad, StepCosts
 from bastion_batch.engine.row import Row
 from bastion_batch.engine.step import Work
@@ -70,15 +70,18 @@ class Controller:
         """
         num_rows, other_seconds = len(rows), self._costs.other_seconds
         tokens_N = num_rows + np.arange(len(candidates) + 1.0)
-        context = sum(row.context_length for row in rows)
-        load = PassLoad.of(tokens_N, num_rows, context)
+        contexts = [row.context_length for row in rows]
+        largest_N = 1 + largest_trees(candidates).astype(np.float64)
+        load = self._costs.load_of_trees(tokens_N, largest_N, contexts)
         if chunks:
-            load = load.plus(_load_of(chunks))
+            load = load.plus(load_of_chunks(chunks))
         verify_seconds_N = self._costs.verify.seconds_of(load)
         step_seconds_N = verify_seconds_N + other_seconds + drafting_seconds
         budget = best_budget(candidates.log_scores_N, num_rows, step_seconds_N)
         plain_seconds = (
-            float(verify_seconds_N[0]) if chunks else self._costs.plain_seconds(num_rows, context)
+            float(verify_seconds_N[0])
+            if chunks
+            else self._costs.plain_seconds(num_rows, sum(contexts))
         )
         self._trial = _Trial(
             num_rows=num_rows,
@@ -123,11 +126,3 @@ class Controller:
         if trial is not None:
             seconds = min(step_seconds, MAX_DELAY * trial.predicted_seconds)
             self._batch_gates.observe(trial.num_rows, num_tokens / seconds, trial.plain_rate)
-
-
-def _load_of(chunks: Sequence[Work]) -> PassLoad:
-    return PassLoad.packed(
-        [len(chunk.token_ids) for chunk in chunks],
-        [chunk.row.context_length for chunk in chunks],
-        sum(chunk.num_logits for chunk in chunks),
-    )

@@ -1,8 +1,11 @@
 """What the parts of a step cost on this device: predicted, and learnt from every step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from bastion_batch.core.latency import LatencyModel
 from bastion_batch.core.roofline import ModelShape, PassLoad
@@ -42,12 +45,12 @@ class _PlainPasses:
             return self._model.seconds(num_rows, num_rows, context_tokens)
         return self._base(num_rows, context_tokens) * math.exp(known)
 
-    def observe(self, num_rows: int, context_tokens: int, seconds: float) -> None:
+    def observe(self, num_rows: int, context_tokens: float, seconds: float) -> None:
         factor = math.log(seconds / self._base(num_rows, context_tokens))
         known = self._log_factors.setdefault(num_rows.bit_length(), factor)
         self._log_factors[num_rows.bit_length()] += self.RATE * (factor - known)
 
-    def _base(self, num_rows: int, context_tokens: int) -> float:
+    def _base(self, num_rows: int, context_tokens: float) -> float:
         return self._model.base_seconds(PassLoad.of(num_rows, num_rows, context_tokens))
 
 
@@ -61,11 +64,18 @@ class StepCosts:
     Args:
         verify_model: of the target's pass.
         draft_model: of the drafter's pass; None if there is none worth pricing.
+        call_pairs: (query, key) pairs that take as long as calling attention once more.
     """
 
-    def __init__(self, verify_model: LatencyModel, draft_model: LatencyModel | None) -> None:
+    def __init__(
+        self,
+        verify_model: LatencyModel,
+        draft_model: LatencyModel | None,
+        call_pairs: int = 4096,
+    ) -> None:
         self.verify = verify_model
         self.draft = draft_model
+        self.call_pairs = call_pairs
         self.other_seconds = 1e-3
         self._plain = _PlainPasses(verify_model)
 
@@ -77,13 +87,26 @@ class StepCosts:
         """
         return self._plain.seconds(num_rows, context_tokens)
 
-    def observe_verify(
-        self, num_tokens: int, num_rows: int, context_tokens: int, seconds: float
-    ) -> None:
+    def load_of_trees(
+        self,
+        num_tokens: NDArray[np.float64],
+        longest: NDArray[np.float64],
+        contexts: Sequence[int],
+    ) -> PassLoad:
+        """What passes over trees have to do.
+
+        Args:
+            num_tokens: roots and nodes of each pass.
+            longest: tokens of each pass's largest tree.
+            contexts: cached tokens of each row.
+        """
+        return PassLoad.padded(num_tokens, longest, contexts, self.call_pairs)
+
+    def observe_verify(self, load: PassLoad, seconds: float) -> None:
         """Learn from a verification pass without prompts."""
-        self.verify.observe(num_tokens, num_rows, context_tokens, seconds)
-        if num_tokens == num_rows:
-            self._plain.observe(num_rows, context_tokens, seconds)
+        self.verify.observe(load, seconds)
+        if load.num_tokens == load.num_rows:
+            self._plain.observe(load.num_rows, load.context_tokens, seconds)
 
     def draft_seconds(self, load: DraftLoad) -> float:
         """Predicted seconds of a draft pass."""
@@ -92,7 +115,7 @@ class StepCosts:
     def observe_draft(self, load: DraftLoad, seconds: float) -> None:
         """Learn from a draft pass."""
         if self.draft is not None:
-            self.draft.observe(*load.place, seconds)
+            self.draft.observe(PassLoad.of(*load.place), seconds)
 
     def observe_other(self, seconds: float) -> None:
         """Learn from the time of a step outside its passes."""
@@ -118,6 +141,7 @@ class StepCosts:
             "verify": self.verify.to_dict(),
             "draft": self.draft.to_dict() if self.draft else None,
             "other_seconds": self.other_seconds,
+            "call_pairs": self.call_pairs,
         }
 
     @classmethod
@@ -132,7 +156,7 @@ class StepCosts:
         if (data["draft"] is None) != (drafter is None):
             raise ValueError("the costs are of an engine with another drafter")
         draft = LatencyModel.from_dict(drafter, data["draft"]) if drafter else None
-        costs = cls(LatencyModel.from_dict(target, data["verify"]), draft)
+        costs = cls(LatencyModel.from_dict(target, data["verify"]), draft, int(data["call_pairs"]))
         costs.other_seconds = float(data["other_seconds"])
         if not 0 < costs.other_seconds < math.inf:
             raise ValueError(f"other_seconds is {costs.other_seconds}")

@@ -16,6 +16,7 @@ import torch
 from bastion_batch.core.latency import LatencyModel
 from bastion_batch.core.roofline import Timing
 from bastion_batch.core.tree import DraftTree
+from bastion_batch.engine.attention import call_pairs
 from bastion_batch.engine.costs import StepCosts
 from bastion_batch.engine.device import device_speed, median_seconds
 from bastion_batch.engine.drafters import Drafter, DraftRow
@@ -24,7 +25,7 @@ from bastion_batch.engine.step import Work, verify
 from bastion_batch.engine.target import Target
 from bastion_batch.records import Request
 
-CALIBRATION_VERSION = 2
+CALIBRATION_VERSION = 3
 """Of the grids, the fit and what is kept of them: profiles of another version are not read."""
 
 MAX_CACHE_BYTES = 1 << 30
@@ -135,12 +136,13 @@ def measure(target: Target, drafter: Drafter | None, *, thorough: bool = False) 
     model = LatencyModel(target.shape, speed)
     verify_timings = time_verify(target, _taps(drafter), grid.verify, grid.verify_seconds)
     model.fit(verify_timings)
+    pairs = call_pairs(target.device)
     if drafter is None or drafter.shape is None:
-        return Calibration(StepCosts(model, None), verify_timings, [])
+        return Calibration(StepCosts(model, None, pairs), verify_timings, [])
     draft = LatencyModel(drafter.shape, speed)
     draft_timings = time_draft(target, drafter, grid.draft, grid.draft_seconds)
     draft.fit(draft_timings)
-    return Calibration(StepCosts(model, draft), verify_timings, draft_timings)
+    return Calibration(StepCosts(model, draft, pairs), verify_timings, draft_timings)
 
 
 @torch.inference_mode()
