@@ -9,11 +9,12 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -30,6 +31,14 @@ from bastion_batch.records import Method, SamplingParams
 
 Auto = Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+
+
+def _off_is_a_word(value: object) -> object:
+    """YAML reads an unquoted ``off`` as false."""
+    return "off" if value is False else value
+
+
+Word = BeforeValidator(_off_is_a_word)
 
 
 def identity(**kwargs: Any) -> Any:  # noqa: ANN401 - mirrors pydantic.Field
@@ -94,7 +103,7 @@ class OutputConfig(_Section):
     """Directory of the output, which is created, or URL: s3://, gs://, any that fsspec knows."""
     storage_options: dict[str, Any] = operational(default={}, repr=False)
     """What the file system of a URL needs (fsspec): credentials, an endpoint. Never shown."""
-    steps: str = operational(default="auto")
+    steps: Annotated[str, Word] = operational(default="auto")
     """Step records: ``all``, ``sample:FRACTION`` of the rows, ``off``;
     ``auto`` is all, and a sample above 100,000 rows."""
     output_token_ids: bool = identity(default=False)
@@ -124,8 +133,13 @@ class ModelConfig(_Section):
     """Revision of a hub target."""
     drafter: str | None = operational(default="default")
     """``default`` (the one built in for the target), directory, hub id, or null: no drafting."""
+    probe: Annotated[Literal["auto", "off"], Word] = operational(default="auto")
+    """``auto``: hold a drafter against the target's own text when the two first meet on a machine,
+    and refuse it if its files describe it wrongly; ``off``: take it as it says it is."""
     dtype: Dtype = identity(default="auto")
     """One per job. ``auto``: bfloat16 on CUDA and on CPUs with bfloat16 units, else float32."""
+    allow_mixed_dtype: bool = identity(default=False)
+    """Let workers differ in dtype; each row then says its own, in the column `dtype`."""
     trust_remote_code: Literal[False] = operational(default=False)
     """Code from a checkpoint is never run."""
 
@@ -225,17 +239,122 @@ class DecodingConfig(_Section):
         return SamplingParams(**{name: getattr(self, name) for name in names})
 
 
+Device = Literal["auto", "cpu", "cuda"]
+
+# What Ray takes for labels: https://docs.ray.io/en/latest/ray-core/scheduling/labels.html
+_LABEL_NAME = "[a-zA-Z0-9](?:[a-zA-Z0-9_.-]{0,61}[a-zA-Z0-9])?"
+_LABEL_KEY = rf"(?:{_LABEL_NAME}(?:\.{_LABEL_NAME})*/)?{_LABEL_NAME}"
+_LABEL_EXPRESSION = rf"!?(?:in\({_LABEL_NAME}(?:, ?{_LABEL_NAME})*\)|{_LABEL_NAME})"
+_LABEL_RULE = (
+    "names are of up to 63 letters, digits, dots, dashes and underscores, a letter or digit at "
+    "either end"
+)
+
+
+class SelectConfig(_Section):
+    """The machines of a pool: those that have all of this. Nothing selects every machine."""
+
+    accelerator: tuple[str, ...] = operational(default=())
+    """One of these, by any usual name: `A100`, `H100`, `RTX A6000`, ..."""
+    label: dict[str, str] = operational(default={})
+    """Ray labels and what they must be: ``value``, ``in(a,b)``, ``!value`` or ``!in(a,b)``; a
+    machine without the label is never selected."""
+    resource: dict[str, Annotated[float, Field(ge=0.0001, allow_inf_nan=False)]] = operational(
+        default={}
+    )
+    """Ray resources, and how much of each every worker takes."""
+
+    @field_validator("accelerator", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("label")
+    @classmethod
+    def _expressions(cls, value: dict[str, str]) -> dict[str, str]:
+        for key, expression in value.items():
+            prefix, _, _ = key.rpartition("/")
+            if len(prefix) > 253 or not re.fullmatch(_LABEL_KEY, key):
+                raise ValueError(f"{key!r} cannot be the key of a label in Ray; {_LABEL_RULE}")
+            if not re.fullmatch(_LABEL_EXPRESSION, expression):
+                raise ValueError(
+                    f"{key}: {expression!r} is none of value, in(a,b), !value, !in(a,b); "
+                    f"{_LABEL_RULE}"
+                )
+        return value
+
+    @field_validator("resource")
+    @classmethod
+    def _not_ours(cls, value: dict[str, float]) -> dict[str, float]:
+        for name in ("CPU", "GPU", "memory", "object_store_memory"):
+            if name in value:
+                raise ValueError(f"{name}: every worker takes one CPU, and one GPU if it uses CUDA")
+        return value
+
+
+class PoolConfig(_Section):
+    """Workers that are alike."""
+
+    name: str | None = operational(default=None)
+    """For people; made of what is selected if left out."""
+    select: SelectConfig = SelectConfig()
+    count: PositiveInt | Auto = operational(default="auto")
+    """``auto``: one per GPU of the machines selected, or one per machine if none has one; it
+    follows machines that come and go."""
+    device: Device = operational(default="auto")
+    """``auto``: CUDA where the worker is given a GPU."""
+    max_batch: PositiveInt | Auto = operational(default="auto")
+    """Most rows live in one engine."""
+    threads: PositiveInt | Auto = operational(default="auto")
+    """CPU threads of each worker; ``auto``: the machine's cores divided by its workers."""
+    price_per_hour: NonNegativeFloat | None = operational(default=None)
+    """What one worker costs in dollars for every hour that it holds its place."""
+    dtype: Dtype | None = operational(default=None)
+    """Instead of ``model.dtype``; needs ``model.allow_mixed_dtype``."""
+
+    @model_validator(mode="after")
+    def _has_gpus(self) -> "PoolConfig":
+        if self.device == "cpu" and self.select.accelerator:
+            raise ValueError("`select.accelerator` needs a device other than cpu")
+        return self
+
+
 class WorkersConfig(_Section):
-    """The processes that decode: one engine on one device each."""
+    """The processes that decode, one engine on one device each: a pool of them, or several."""
 
     count: PositiveInt | Auto = operational(default="auto")
-    """``auto``: one per GPU of the cluster, or one if it has none."""
-    device: Literal["auto", "cpu", "cuda"] = operational(default="auto")
+    """``auto``: one per GPU of the cluster, or one per machine if it has none."""
+    device: Device = operational(default="auto")
     """``auto``: CUDA where the worker is given a GPU."""
     max_batch: PositiveInt | Auto = operational(default="auto")
     """Most rows live in one engine."""
     threads: PositiveInt | Auto = operational(default="auto")
     """CPU threads of each worker; ``auto``: the node's cores divided by its workers."""
+    price_per_hour: NonNegativeFloat | None = operational(default=None)
+    """What one worker costs in dollars for every hour that it holds its place."""
+    pools: tuple[PoolConfig, ...] = operational(default=())
+    """Workers of several kinds, instead of the fields above."""
+    profiles: str | None = operational(default=None)
+    """Directory or URL where workers share what they measure of their devices; the output's
+    own if left out."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> "WorkersConfig":
+        both = sorted(self.model_fields_set - {"pools", "profiles"}) if self.pools else []
+        if both:
+            raise ValueError(f"give `pools` or `{'`, `'.join(both)}`, not both")
+        names = [pool.name for pool in self.pools if pool.name is not None]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two pools have the name {twice[0]!r}")
+        return self
+
+    def all_pools(self) -> tuple[PoolConfig, ...]:
+        """The pools; the fields of the short form are one."""
+        if self.pools:
+            return self.pools
+        own = {name: getattr(self, name) for name in WorkersConfig.model_fields}
+        return (PoolConfig(**{k: v for k, v in own.items() if k in PoolConfig.model_fields}),)
 
 
 class LimitsConfig(_Section):
@@ -285,9 +404,28 @@ class JobConfig(_Section):
             if _is_identity(info)
         }
 
+    @model_validator(mode="after")
+    def _one_dtype(self) -> "JobConfig":
+        for number, pool in enumerate(self.workers.pools):
+            if pool.dtype is not None and not self.model.allow_mixed_dtype:
+                raise ValueError(
+                    f"workers.pools.{number}.dtype is {pool.dtype}, but a job has one dtype, "
+                    "model.dtype, unless model.allow_mixed_dtype is true"
+                )
+        return self
+
+    def with_pool(self, pool: PoolConfig) -> "JobConfig":
+        """The job as the workers of one pool are to see it: as if there were no others."""
+        shared = WorkersConfig.model_fields.keys() & PoolConfig.model_fields.keys()
+        own = {name: getattr(pool, name) for name in shared}
+        workers = WorkersConfig(**own, profiles=self.workers.profiles)
+        model = self.model.model_copy(update={"dtype": pool.dtype or self.model.dtype})
+        return self.model_copy(update={"workers": workers, "model": model})
+
     def with_absolute_paths(self, base: Path) -> "JobConfig":
         """The same job with local relative paths resolved against `base`."""
         paths = tuple(_absolute(p, base) for p in self.input.paths)
+        profiles = self.workers.profiles
         return self.model_copy(
             update={
                 "input": self.input.model_copy(
@@ -302,6 +440,9 @@ class JobConfig(_Section):
                         "drafter": self.model.drafter
                         and _absolute_directory(self.model.drafter, base),
                     }
+                ),
+                "workers": self.workers.model_copy(
+                    update={"profiles": profiles and _absolute(profiles, base)}
                 ),
             }
         )
@@ -353,11 +494,26 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise JobFileError(f"--set {override!r}: the value is not YAML: {error}") from None
-    for key in keys[:-1]:
-        tree = tree.setdefault(key, {})
-        if not isinstance(tree, dict):
-            raise JobFileError(f"--set {override!r}: {key!r} is not a section")
-    tree[keys[-1]] = value
+    at: Any = tree
+    for text in keys[:-1]:
+        key = _key_in(at, text, override)
+        if isinstance(at, dict):
+            at.setdefault(key, {})
+        at = at[key]
+        if not isinstance(at, dict | list):
+            raise JobFileError(f"--set {override!r}: {text!r} is not a section")
+    at[_key_in(at, keys[-1], override)] = value
+
+
+def _key_in(section: Mapping[str, Any] | Sequence[Any], text: str, override: str) -> Any:  # noqa: ANN401
+    """A name in a section, or a number in a list of them."""
+    if isinstance(section, Mapping):
+        return text
+    if not text.isdecimal() or int(text) >= len(section):
+        raise JobFileError(
+            f"--set {override!r}: {text!r} is none of the {len(section)} in the list"
+        )
+    return int(text)
 
 
 def _expand(value: Any) -> Any:  # noqa: ANN401 - any YAML value
@@ -377,7 +533,7 @@ def _variable(match: re.Match[str]) -> str:
 
 
 def _explain(error: Mapping[str, Any]) -> str:
-    location = ".".join(str(part) for part in error["loc"])
+    location = ".".join(str(part) for part in error["loc"]) or "job"
     if error["type"] == "extra_forbidden":
         known = _known_names(error["loc"][:-1])
         near = difflib.get_close_matches(str(error["loc"][-1]), known, n=1)
@@ -395,10 +551,10 @@ def _explain(error: Mapping[str, Any]) -> str:
 def _known_names(location: Sequence[Any]) -> list[str]:
     model: type[BaseModel] = JobConfig
     for part in location:
-        annotation = model.model_fields[str(part)].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        model = annotation
+        if isinstance(part, str):  # a number is a place in a list of sections
+            annotation: Any = model.model_fields[part].annotation
+            model = next(iter(get_args(annotation)), annotation)
+    assert issubclass(model, BaseModel)
     return list(model.model_fields)
 
 

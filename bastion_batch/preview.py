@@ -4,6 +4,7 @@ from contextlib import closing
 from itertools import islice
 
 from bastion_batch.cluster.engines import EngineSource, PretrainedEngines
+from bastion_batch.cluster.pool_preview import cluster_nodes_now, describe_pools
 from bastion_batch.config import JobConfig
 from bastion_batch.io.commit import committed_units
 from bastion_batch.io.plan import Plan, job_identity, load_plan, make_plan, require_same_job
@@ -24,7 +25,13 @@ def describe_plan(job: JobConfig, engines: EngineSource | None = None) -> str:
     engines = engines or PretrainedEngines()
     target = engines.check(job)
     plan = make_plan(job, target)
-    lines = [*_size(job, plan), *_state(job, plan, target), ""]
+    lines = [
+        *_size(job, plan),
+        *_probe(engines.known_probe(job)),
+        *_state(job, plan, target),
+        *_workers(job),
+        "",
+    ]
     renderer = PromptRenderer(job.input, engines.load_tokenizer(target))
     with closing(UnitReader(plan)) as reader:
         rows = reader.read(0)
@@ -48,6 +55,10 @@ def _size(job: JobConfig, plan: Plan) -> list[str]:
     ]
 
 
+def _probe(known: str | None) -> list[str]:
+    return [] if known is None else [f"probe     {known}"]
+
+
 def _state(job: JobConfig, plan: Plan, target: object) -> list[str]:
     store = open_store(job.output)
     existing = load_plan(store)
@@ -57,6 +68,11 @@ def _state(job: JobConfig, plan: Plan, target: object) -> list[str]:
     require_same_job(existing, identity, output=store.root)
     num_done = len(committed_units(store))
     return [f"output    {store.root}: {num_done} of {existing.num_units} units committed"]
+
+
+def _workers(job: JobConfig) -> list[str]:
+    first, *others = describe_pools(job.workers, cluster_nodes_now())
+    return [f"workers   {first}", *(f"          {line}" for line in others)]
 
 
 def _shown(prompt: str | RowFault, row_id: str) -> str:

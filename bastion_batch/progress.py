@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.status import Status
 from rich.text import Text
 
 from bastion_batch.cluster.messages import Progress
+from bastion_batch.cluster.worker_states import WorkerState
 from bastion_batch.io.store import Output, open_store
 from bastion_batch.report import duration
 
@@ -106,29 +107,42 @@ def progress_line(progress: Progress) -> str:
         _part(progress.tokens_per_second, "{:,.0f} tokens/s"),
         _part(progress.tokens_per_step, "{:.2f} tokens/step"),
         _part(progress.speedup, "{:.2f}x plain"),
-        f"{duration(progress.eta_seconds)} left" if progress.eta_seconds else "",
+        _time_left(progress),
+        _part(progress.cost, "${:,.2f}"),
         f"{progress.num_failed:,} failed" if progress.num_failed else "",
         f"{progress.num_workers} worker{'s' if progress.num_workers != 1 else ''}",
     ]
     return " | ".join(part for part in parts if part)
 
 
+def _time_left(progress: Progress) -> str:
+    """Until the end, and how much of it is the tail, once that is most of it."""
+    if not progress.eta_seconds:
+        return ""
+    tail = progress.tail_seconds or 0.0
+    in_tail = ", the last rows" if tail >= 0.9 * progress.eta_seconds else ""
+    return f"{duration(progress.eta_seconds)} left{in_tail}"
+
+
 class ProgressFile:
-    """Keeps `_bastion/progress.json`: the same state, for other programs."""
+    """Keeps `_bastion/progress.json`: the same state and each worker's, for other programs."""
 
     def __init__(self, output: Output, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = open_store(output)
         self._clock = clock
         self._written_at: float | None = None
 
-    def write(self, progress: Progress) -> None:
+    def write(self, progress: Progress, workers: Sequence[WorkerState] = ()) -> None:
         """Replace the file, unless it is younger than two seconds and the job goes on."""
         now = self._clock()
         recent = self._written_at is not None and now - self._written_at < FILE_SECONDS
         if recent and not progress.finished:
             return
         self._written_at = now
-        state = progress._asdict() | {"written_at": time.time()}
+        state = progress._asdict() | {
+            "workers": [worker._asdict() for worker in workers],
+            "written_at": time.time(),
+        }
         self._store.put(PROGRESS_FILE, json.dumps(state, indent=1).encode())
 
 

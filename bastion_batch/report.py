@@ -10,7 +10,7 @@ from bastion_batch.io.plan import Plan, load_plan
 from bastion_batch.io.results import Totals, read_totals
 from bastion_batch.io.store import DATA, PLAN, Output, open_store
 from bastion_batch.records import EngineTotals, measured_speedup
-from bastion_batch.run_record import engine_counts, read_record
+from bastion_batch.run_record import PoolTotals, all_pools, engine_counts, read_record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,19 @@ class JobResult:
     """Drafted nodes per decode step of a row."""
     speedup: float | None
     """Over plain decoding on the same devices, measured during the job."""
+    pools: tuple[PoolTotals, ...] = ()
+    """What each pool of workers held, cost and made."""
+
+    @property
+    def cost(self) -> float | None:
+        """Dollars, of the pools that have a price; None if none has."""
+        costs = [pool.cost for pool in self.pools if pool.cost is not None]
+        return sum(costs) if costs else None
+
+    @property
+    def tokens_per_dollar(self) -> float | None:
+        """Output tokens of committed rows for each dollar; None where nothing was paid."""
+        return self.num_output_tokens / self.cost if self.cost else None
 
     @property
     def data(self) -> str:
@@ -86,6 +99,7 @@ def result_of(output: Output, plan: Plan, totals: Totals) -> JobResult:
         tokens_per_step=counts.tokens_per_step,
         mean_nodes=counts.mean_nodes,
         speedup=measured_speedup(engines),
+        pools=tuple(all_pools(record["invocations"])),
     )
 
 
@@ -100,6 +114,7 @@ def table(result: JobResult) -> str:
         ("tokens per step", _number(result.tokens_per_step, ".2f")),
         ("mean nodes", _number(result.mean_nodes, ".1f")),
         ("speedup", _speedup(result.speedup)),
+        *_costs(result),
         ("output", result.data),
         ("read it", read_command(result.data)),
     ]
@@ -128,6 +143,24 @@ def _rows(result: JobResult) -> str:
     if result.complete:
         return f"{result.num_rows:,}{outputs}"
     return f"{result.num_outputs:,} of {result.num_outputs_planned:,}: not complete"
+
+
+def _costs(result: JobResult) -> list[tuple[str, str]]:
+    """A line for the money, and one for each pool if there are several."""
+    lines = []
+    if result.cost is not None:
+        per_dollar = _number(result.tokens_per_dollar, ",.0f")
+        lines.append(("cost", f"${result.cost:,.2f}; {per_dollar} tokens per dollar"))
+    if len(result.pools) > 1:
+        lines += [(f"  {pool.pool}", _pool(pool)) for pool in result.pools]
+    return lines
+
+
+def _pool(pool: PoolTotals) -> str:
+    held = f"{pool.num_workers} workers, {pool.held_hours:.2f} h, {pool.num_tokens:,} tokens"
+    if pool.cost is None:
+        return held
+    return f"{held}, ${pool.cost:,.2f}; {_number(pool.tokens_per_dollar, ',.0f')} tokens per dollar"
 
 
 def _failed(result: JobResult) -> str:

@@ -8,8 +8,9 @@ so that a driver that was superseded, and writes once more, takes nothing away.
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from bastion_batch.cluster.ledger import Held, total_cost
 from bastion_batch.cluster.messages import AttemptRecord
 from bastion_batch.config import JobConfig
 from bastion_batch.io.filesystems import without_credentials
@@ -64,6 +65,7 @@ class RunRecord:
         self,
         status: str,
         attempts: Sequence[AttemptRecord],
+        held: Sequence[Held] = (),
         *,
         wall_seconds: float,
         decoding_seconds: float,
@@ -74,7 +76,8 @@ class RunRecord:
             "status": status,
             "wall_seconds": round(wall_seconds, 3),
             "decoding_seconds": round(decoding_seconds, 3),
-            "workers": [_worker(attempt) for attempt in attempts],
+            "workers": _workers(attempts, held),
+            "pools": [pool._asdict() for pool in pool_totals(attempts, held)],
         }
 
     def save(self, totals: Mapping[str, Any] | None = None) -> None:
@@ -146,6 +149,64 @@ def exactness(invocations: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+class PoolTotals(NamedTuple):
+    """What the workers of a pool held, cost and made, in one invocation or in several."""
+
+    pool: str
+    num_workers: int
+    """Over its life; of several invocations the most."""
+    held_hours: float
+    cost: float | None
+    """Dollars; None where the pool has no price."""
+    num_tokens: int
+    """Committed by their engines, those of rows that were decoded again included."""
+
+    @property
+    def tokens_per_dollar(self) -> float | None:
+        """None where nothing was paid."""
+        return self.num_tokens / self.cost if self.cost else None
+
+    def plus(self, other: "PoolTotals") -> "PoolTotals":
+        """Both as one, of two invocations."""
+        costs = [cost for cost in (self.cost, other.cost) if cost is not None]
+        return PoolTotals(
+            pool=self.pool,
+            num_workers=max(self.num_workers, other.num_workers),
+            held_hours=self.held_hours + other.held_hours,
+            cost=sum(costs) if costs else None,
+            num_tokens=self.num_tokens + other.num_tokens,
+        )
+
+
+def pool_totals(attempts: Sequence[AttemptRecord], held: Sequence[Held]) -> list[PoolTotals]:
+    """The totals of each pool that has held a place."""
+    tokens = {record.attempt: record.counts.num_committed for record in attempts}
+    pools: dict[str, list[Held]] = {}
+    for one in held:
+        pools.setdefault(one.pool, []).append(one)
+    return [
+        PoolTotals(
+            pool=pool,
+            num_workers=len({one.worker for one in members}),
+            held_hours=sum(one.seconds for one in members) / 3600,
+            cost=total_cost(members),
+            num_tokens=sum(tokens.get(one.attempt, 0) for one in members),
+        )
+        for pool, members in pools.items()
+    ]
+
+
+def all_pools(invocations: Iterable[Mapping[str, Any]]) -> list[PoolTotals]:
+    """The totals of each pool over the recorded invocations."""
+    found: dict[str, PoolTotals] = {}
+    for invocation in invocations:
+        for entry in invocation.get("pools", ()):
+            totals = PoolTotals(**entry)
+            known = found.get(totals.pool)
+            found[totals.pool] = totals if known is None else known.plus(totals)
+    return list(found.values())
+
+
 def redacted(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     """The same without credentials: storage options, and user parts of URLs."""
     if isinstance(value, dict):
@@ -155,11 +216,20 @@ def redacted(value: Any) -> Any:  # noqa: ANN401 - any JSON value
     return without_credentials(value) if isinstance(value, str) else value
 
 
-def _worker(attempt: AttemptRecord) -> dict[str, Any]:
+def _workers(attempts: Sequence[AttemptRecord], held: Sequence[Held]) -> list[dict[str, Any]]:
+    accounts = {one.attempt: one for one in held}
+    return [_worker(attempt, accounts.get(attempt.attempt)) for attempt in attempts]
+
+
+def _worker(attempt: AttemptRecord, held: Held | None) -> dict[str, Any]:
+    curve = attempt.view.fit.curve if attempt.view and attempt.view.fit else None
     return {
         "worker": attempt.worker,
         "attempt": attempt.attempt,
         "num_units": attempt.num_units,
         "engine": dict(attempt.info),
         "counts": attempt.counts._asdict(),
+        "rate_curve": None if curve is None else curve._asdict(),
+        "held_seconds": None if held is None else round(held.seconds, 3),
+        "cost": None if held is None else held.cost,
     }

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from bastion_batch.cluster.driver_lock import (
     this_process,
 )
 from bastion_batch.cluster.messages import Progress
+from bastion_batch.engine.probe_report import ProbeReport
 from bastion_batch.io.plan import Plan
 from bastion_batch.io.results import read_totals
 from bastion_batch.io.store import Output, Store, open_store
@@ -24,6 +25,10 @@ from bastion_batch.run_record import read_record
 
 WATCH_SECONDS = TOUCH_SECONDS + 5
 """How long to look for a touch by a driver on another machine."""
+
+
+MAX_WORKERS = 24
+"""Lines of the table of workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +60,9 @@ class Status:
     eta_seconds: float | None
     """Until the end, of a running job; None until it can be told."""
     workers: tuple[dict[str, Any], ...]
-    """Of the last invocation."""
+    """Of the last invocation; while it runs, those that hold a place, and how each does."""
+    cost: float | None
+    """Dollars that the last invocation's workers with a price have cost."""
     num_invocations: int
     last_invocation: str | None
     """How the last one ended, or ``running``; a killed one could not say."""
@@ -104,9 +111,8 @@ def read_status(
         progress=progress,
         progress_age_seconds=progress_age,
         eta_seconds=_eta(progress, progress_age) if lives and not complete else None,
-        workers=tuple(_worker(w) for w in invocations[-1].get("workers", ()))
-        if invocations
-        else (),
+        workers=_workers(progress if lives else None, invocations),
+        cost=None if progress is None else progress.get("cost"),
         num_invocations=len(invocations),
         last_invocation=invocations[-1].get("status") if invocations else None,
     )
@@ -125,10 +131,13 @@ def status_table(status: Status) -> str:
         ("driver", _driver_line(status)),
         ("progress", _progress_line(status)),
         ("time left", "-" if status.eta_seconds is None else duration(status.eta_seconds)),
+        ("cost", "-" if status.cost is None else f"${status.cost:,.2f}"),
         ("workers", _workers_line(status)),
+        ("drafter", _drafter_line(status)),
         ("invocations", _invocations_line(status)),
     ]
-    return "\n".join(f"{label:<17}{value}" for label, value in lines)
+    table = "\n".join(f"{label:<17}{value}" for label, value in lines)
+    return f"{table}\n{_worker_table(status.workers)}" if _has_rates(status.workers) else table
 
 
 def _state(complete: bool, lives: bool) -> str:
@@ -175,6 +184,14 @@ def _shown(driver: Driver) -> dict[str, Any]:
     return {name: getattr(driver, name) for name in names}
 
 
+def _workers(
+    progress: Mapping[str, Any] | None, invocations: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], ...]:
+    if progress is not None and progress.get("workers"):
+        return tuple(progress["workers"])
+    return tuple(_worker(w) for w in invocations[-1].get("workers", ())) if invocations else ()
+
+
 def _worker(worker: Mapping[str, Any]) -> dict[str, Any]:
     engine = worker.get("engine", {})
     return {
@@ -182,6 +199,8 @@ def _worker(worker: Mapping[str, Any]) -> dict[str, Any]:
         "attempt": worker["attempt"],
         "host": engine.get("host"),
         "device": engine.get("device"),
+        "drafter": engine.get("drafter"),
+        "probe": engine.get("probe"),
         "num_units": worker["num_units"],
     }
 
@@ -205,10 +224,70 @@ def _progress_line(status: Status) -> str:
     return f"{duration(status.progress_age_seconds)} ago: {progress_line(Progress(**known))}"
 
 
+def _has_rates(workers: Sequence[Mapping[str, Any]]) -> bool:
+    return any("tokens_per_second" in worker for worker in workers)
+
+
+def _worker_table(workers: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each worker, the first ones of many; and what is wrong with their devices."""
+    heads = ("worker", "pool", "state", "device", "rows", "tokens/s", "speedup", "step", "$/h")
+    rows = [heads, *(_cells(worker) for worker in workers[:MAX_WORKERS])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    lines = ["  ".join(f"{c:<{w}}" for c, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+    if len(workers) > MAX_WORKERS:
+        lines.append(f"and {len(workers) - MAX_WORKERS} more: --json has all")
+    lines += sorted({f"warning: {w['mismatch']}" for w in workers if w.get("mismatch")})
+    return "\n".join(lines)
+
+
+def _cells(worker: Mapping[str, Any]) -> tuple[str, ...]:
+    running, most = worker["num_running"], worker["max_batch"]
+    return (
+        worker["worker"],
+        worker["pool"],
+        worker["state"],
+        worker["device"] or "-",
+        "-" if running is None else f"{running}/{most}",
+        _shown_number(worker["tokens_per_second"], ",.0f"),
+        _shown_number(worker["speedup"], ".2f"),
+        _step_cell(worker["step_seconds"], worker["predicted_step_seconds"]),
+        _shown_number(worker["price_per_hour"], ".2f"),
+    )
+
+
+def _step_cell(seconds: float | None, predicted: float | None) -> str:
+    if seconds is None or predicted is None:
+        return "-"
+    return f"{1000 * seconds:.1f} ms ({1000 * predicted:.1f} predicted)"
+
+
+def _shown_number(value: float | None, format_spec: str) -> str:
+    return "-" if value is None else format(value, format_spec)
+
+
 def _workers_line(status: Status) -> str:
     names = [f"{w['worker']} ({w['device']}, {w['host']})" for w in status.workers]
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
     return f"{len(names)}: {', '.join(names[:6])}{more}" if names else "-"
+
+
+def _drafter_line(status: Status) -> str:
+    """The drafters of the last invocation, each with what its probe found."""
+    found = {
+        f"{w['drafter']} ({_probe_verdict(w.get('probe'))})"
+        for w in status.workers
+        if w.get("drafter") is not None
+    }
+    return "; ".join(sorted(found)) or "-"
+
+
+def _probe_verdict(content: Mapping[str, Any] | None) -> str:
+    if not content:
+        return "not probed"
+    try:
+        return ProbeReport.of_dict(content).verdict
+    except (KeyError, TypeError, ValueError):
+        return "probed by another version"
 
 
 def _invocations_line(status: Status) -> str:

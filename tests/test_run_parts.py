@@ -3,13 +3,16 @@
 import io
 import json
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bastion_batch.cluster.connect import cluster_address, in_uploaded_working_dir
+from bastion_batch.cluster.ledger import Held
 from bastion_batch.cluster.messages import AttemptRecord, Progress
-from bastion_batch.cluster.placement import Node, place
+from bastion_batch.cluster.placement import Placement
+from bastion_batch.cluster.pools import Node, pools_of
 from bastion_batch.cluster.restarts import Restarts
 from bastion_batch.cluster.run import resolve_paths
 from bastion_batch.cluster.signals import drain_seconds, submission_id
@@ -18,11 +21,24 @@ from bastion_batch.errors import InputError, OutputError
 from bastion_batch.progress import LiveDisplay, PlainDisplay, ProgressFile, progress_line
 from bastion_batch.records import EngineTotals
 from bastion_batch.report import JobResult, duration, read_command, table
-from bastion_batch.run_record import RunRecord, exactness, read_record, redacted
+from bastion_batch.run_record import (
+    PoolTotals,
+    RunRecord,
+    all_pools,
+    exactness,
+    read_record,
+    redacted,
+)
 
 HEAD = Node("head", "head", 4, 0)
 H100 = Node("a", "h100", 16, 2)
 A6000 = Node("b", "a6000", 8, 1)
+
+
+def place(nodes, config):
+    placement = Placement(pools_of(config))
+    placement.look(nodes)
+    return list(placement.slots.values())
 
 
 def test_one_worker_per_gpu_on_its_node():
@@ -45,11 +61,10 @@ def test_cpu_workers_spread_by_cores():
     assert len(place([HEAD], WorkersConfig())) == 1
 
 
-def test_missing_devices_are_refused():
-    with pytest.raises(InputError, match="no GPU"):
-        place([HEAD], WorkersConfig(device="cuda"))
-    with pytest.raises(InputError, match="CPU"):
-        place([HEAD._replace(num_cpus=0)], WorkersConfig())
+def test_missing_devices_leave_workers_without_a_place():
+    assert place([HEAD], WorkersConfig(device="cuda")) == []
+    config = WorkersConfig(count=1, device="cpu")
+    assert [s.node for s in place([HEAD._replace(num_cpus=0)], config)] == [None]
 
 
 def test_a_dead_worker_is_due_again_after_a_growing_pause():
@@ -211,6 +226,32 @@ def test_run_json_keeps_every_invocation_and_sees_which_were_killed(recorded):
     assert set(saved["invocations"][0]["versions"]) >= {"torch", "ray", "pyarrow", "python"}
 
 
+def held(attempt_number, pool, price, seconds):
+    return Held(f"w{attempt_number}", attempt_number, pool, price, seconds, True)
+
+
+def test_run_json_has_the_money_of_every_pool(recorded):
+    for invocation in (1, 2):
+        record = RunRecord(recorded, "job1")
+        record.begin(invocation, "2026-01-01T00:00:00+00:00")
+        accounts = [
+            held(65537, "h100", 3.6, 1000.0),
+            held(65538, "h100", 3.6, 500.0),  # it never loaded its models
+            held(65539, "own", None, 1800.0),
+        ]
+        attempts = [attempt(num_committed=3000)]
+        record.note("finished", attempts, accounts, wall_seconds=2, decoding_seconds=1)
+        record.save()
+    saved = read_record(recorded.output)["invocations"]
+    assert saved[0]["workers"][0]["cost"] == pytest.approx(1.0)
+    assert saved[0]["workers"][0]["held_seconds"] == 1000.0
+    h100, own = all_pools(saved)
+    assert (h100.pool, h100.num_workers, h100.num_tokens) == ("h100", 2, 6000)
+    assert h100.held_hours == pytest.approx(3000 / 3600)
+    assert (h100.cost, h100.tokens_per_dollar) == (pytest.approx(3.0), pytest.approx(2000.0))
+    assert (own.cost, own.tokens_per_dollar, own.held_hours) == (None, None, 1.0)
+
+
 def begun(job, invocation):
     record = RunRecord(job, "job1")
     record.begin(invocation, "2026-01-01T00:00:00+00:00")
@@ -278,6 +319,8 @@ def test_the_progress_line_says_what_is_known():
     assert progress_line(progress()) == (
         "rows 40/100 | 431 tokens/s | 2.31 tokens/step | 1.41x plain | 80.2 s left | 2 workers"
     )
+    paid = progress(cost=1.239, tail_seconds=79.0)
+    assert "| 80.2 s left, the last rows | $1.24 | 2 workers" in progress_line(paid)
     starting = progress(num_workers=0, num_tokens=0, num_done=0)
     assert progress_line(starting) == "rows 0/100 | workers load the models"
 
@@ -348,6 +391,17 @@ def test_the_end_table():
         'read it          python -c "import pyarrow.dataset as d;'
         " print(d.dataset('/out/quick/data').to_table())\"",
     ]
+
+
+def test_the_end_table_tells_the_money_of_every_pool():
+    pools = (PoolTotals("h100", 8, 2.0, 5.0, 9000), PoolTotals("own", 2, 1.5, None, 4000))
+    lines = table(replace(RESULT, pools=pools)).splitlines()
+    assert lines[8:11] == [
+        "cost             $5.00; 2,469 tokens per dollar",
+        "  h100           8 workers, 2.00 h, 9,000 tokens, $5.00; 1,800 tokens per dollar",
+        "  own            2 workers, 1.50 h, 4,000 tokens",
+    ]
+    assert "cost" not in table(replace(RESULT, pools=pools[1:]))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 import time
 from dataclasses import asdict, replace
@@ -10,9 +11,13 @@ import pytest
 from io_jobs import planned, run_all, run_unit
 
 from bastion_batch.cluster.driver_lock import DRIVER, this_process
-from bastion_batch.cluster.messages import Progress
+from bastion_batch.cluster.ledger import Held
+from bastion_batch.cluster.messages import AttemptRecord, Progress
+from bastion_batch.cluster.worker_states import worker_states
+from bastion_batch.core.balance import WorkerView
 from bastion_batch.io.store import open_store
 from bastion_batch.progress import ProgressFile
+from bastion_batch.records import EngineTotals
 from bastion_batch.status import read_status, status_table
 
 
@@ -100,6 +105,51 @@ def test_a_running_job(output, plan):
     assert "rows 6/10" in text
     assert "1: w0 (cpu, here)" in text
     assert "1, the last one running" in text
+
+
+def test_a_running_jobs_workers_are_shown_as_they_are_now(output, plan):
+    records = [
+        AttemptRecord(
+            "w0",
+            65537,
+            True,
+            {"device": "NVIDIA RTX A6000", "max_batch": 96, "mismatch": "pool a selects A100"},
+            EngineTotals(num_steps=10, step_seconds=0.5, predicted_seconds=0.4),
+            1,
+            view=WorkerView(None, 1234.5),
+            num_running=90,
+        )
+    ]
+    held = [
+        Held("w0", 65537, "a", 1.5, 3600.0, True),
+        Held("w1", 65538, "b", None, 60.0, True),
+        Held("w2", 65539, "b", None, 60.0, False),
+    ]
+    write_driver(output, this_process(1).touched())
+    progress = PROGRESS._replace(cost=1.5)
+    ProgressFile(output).write(progress, worker_states(records, held))
+    status, _ = look(output, plan)
+    assert [w["worker"] for w in status.workers] == ["w0", "w1"], "the third has ended"
+    assert status.cost == 1.5
+    text = status_table(status)
+    assert re.search(r"^cost +\$1\.50$", text, re.M)
+    assert re.search(
+        r"^w0 +a +decodes +NVIDIA RTX A6000 +90/96 +1,23[45] +- +50\.0 ms \(40\.0 predicted\) +1\.50$",
+        text,
+        re.M,
+    )
+    assert re.search(r"^w1 +b +loads +- +- +- +- +- +-$", text, re.M)
+    assert "warning: pool a selects A100" in text
+
+
+@pytest.mark.parametrize("probe", [{"num_texts": 3}, {"readings": [{"odd": 1}]}, [1], "passed"])
+def test_a_probe_of_another_version_is_no_matter(output, plan, probe):
+    run_all(output, plan)
+    status, _ = look(output, plan)
+    worker = {"worker": "w0", "device": "CPU", "host": "h", "drafter": "d", "probe": probe}
+    older = {name: worker[name] for name in ("worker", "device", "host")}
+    text = status_table(replace(status, workers=(worker, older)))
+    assert re.search(r"^drafter +d \(probed by another version\)$", text, re.M)
 
 
 def test_a_driver_that_is_gone(output, plan):

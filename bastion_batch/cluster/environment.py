@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bastion_batch.cluster.placement import Node
+from bastion_batch.cluster.pools import Node
 from bastion_batch.errors import InputError
 from bastion_batch.io.store import TEMPORARY, Store
 from bastion_batch.versions import COMPARED, differences, installed_versions

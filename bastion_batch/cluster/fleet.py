@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,8 @@ from bastion_batch.cluster.messages import (
     Placed,
     Progress,
 )
-from bastion_batch.cluster.placement import Node, Slot
+from bastion_batch.cluster.placement import Slot
+from bastion_batch.cluster.pools import NODE_ID_LABEL, Node
 from bastion_batch.cluster.service import CoordinatorService
 from bastion_batch.cluster.worker import Worker, WorkerSpec
 from bastion_batch.errors import JobFailedError
@@ -44,7 +45,6 @@ KILL_SECONDS = 1.0
 """How long the end of a run may take over processes that do not end by themselves."""
 CALLS_AT_ONCE = 4
 """A worker takes in mail while it decodes."""
-NODE_ID_LABEL = "ray.io/node-id"
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,8 @@ def cluster_nodes() -> list[Node]:
             node["NodeManagerHostname"],
             node["Resources"].get("CPU", 0.0),
             int(node["Resources"].get("GPU", 0)),
+            node["Labels"],
+            node["Resources"],
         )
         for node in ray.nodes()
         if node["Alive"]
@@ -78,9 +80,20 @@ def cluster_nodes() -> list[Node]:
 
 def free_resources() -> str:
     """What the nodes have, and what of it nobody uses now, for messages."""
-    nodes = ", ".join(f"{n.host} {n.num_cpus:g} CPUs {n.num_gpus} GPUs" for n in cluster_nodes())
+    nodes = ", ".join(map(str, cluster_nodes()))
     free = ray.available_resources()
     return f"{nodes}; free now: {free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs"
+
+
+def can_grow() -> bool:
+    """Whether an autoscaler adds nodes when they are asked for. Ray has no public name for it."""
+    try:
+        from ray._private.state import state
+    except ImportError:
+        return False
+    find = getattr(state, "get_cluster_config", None)
+    config = None if find is None else find()
+    return config is not None and any(group.max_count for group in config.node_group_configs)
 
 
 class CoordinatorClient:
@@ -150,16 +163,19 @@ class Fleet:
         """Attempts that were started and have not ended."""
         return list(self._alive)
 
-    def start(self, slot: Slot, spec: WorkerSpec, avoid: Collection[str]) -> None:
+    def start(
+        self, slot: Slot, spec: WorkerSpec, avoid: Collection[str], selector: Mapping[str, str]
+    ) -> None:
         """Create the actor; Ray places it when there is room.
 
-        That is on the slot's node; without one, anywhere but on the nodes to avoid.
+        That is on the slot's node; without one, on any with these labels but those to avoid.
         """
         options: dict[str, Any] = {
             "name": actor_name(self._run, spec.attempt),
             "namespace": NAMESPACE,
             "num_cpus": 1,
             "num_gpus": 1 if slot.device == "cuda" else 0,
+            "resources": slot.pool.config.select.resource,
             "max_restarts": 0,
             "max_task_retries": 0,
             "max_concurrency": CALLS_AT_ONCE,
@@ -169,8 +185,9 @@ class Fleet:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
                 slot.node.node_id, soft=False
             )
-        elif avoid:
-            options["label_selector"] = {NODE_ID_LABEL: f"!in({','.join(sorted(avoid))})"}
+        else:
+            avoided = {NODE_ID_LABEL: f"!in({','.join(sorted(avoid))})"} if avoid else {}
+            options["label_selector"] = avoided | dict(selector)
         link = RayLink(self._coordinator.actor, spec.attempt, self._run)
         actor: Any = ray.remote(Worker).options(**options).remote(spec, link, self._engines)
         self._alive[spec.attempt] = _Incarnation(
@@ -194,14 +211,18 @@ class Fleet:
         events = [self._event(waited[reference], reference) for reference in ready]
         return [event for event in events if event is not None]
 
-    def unplaced(self, after_seconds: float) -> list[str]:
-        """Workers that have waited longer than this for a place."""
+    def unplaced(self, after_seconds: float = 0.0) -> dict[int, str]:
+        """Attempts that have waited longer than this for a place, and their workers."""
         latest = time.monotonic() - after_seconds
-        return [
-            i.worker
+        return {
+            i.attempt: i.worker
             for i in self._alive.values()
-            if i.placing is not None and i.started_at < latest
-        ]
+            if i.placing is not None and i.started_at <= latest
+        }
+
+    def nodes(self) -> list[Node]:
+        """The nodes that there are now."""
+        return cluster_nodes()
 
     def node_ids(self, names: Collection[str]) -> frozenset[str]:
         """The nodes that are meant by these ids or host names."""
@@ -256,7 +277,7 @@ class Fleet:
             if _error_of(reference):
                 return None
             incarnation.place, incarnation.node_id = ray.get(reference)
-            return Placed(worker, attempt, incarnation.place)
+            return Placed(worker, attempt, incarnation.place, incarnation.node_id)
         del self._alive[attempt]
         _kill(incarnation.actor)
         return Ended(worker, attempt, _error_of(reference))

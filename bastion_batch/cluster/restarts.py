@@ -47,6 +47,10 @@ class Restarts:
         self._pause_seconds = pause_seconds
         self._rng = rng
 
+    def add(self, worker: str) -> None:
+        """One more worker, due at once."""
+        self._states[worker] = _State()
+
     @property
     def all_removed(self) -> bool:
         """Whether no worker is left."""

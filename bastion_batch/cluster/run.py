@@ -7,7 +7,8 @@ that can be refused is refused before any device's time is spent.
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -15,17 +16,28 @@ from typing import Any, NamedTuple
 
 from bastion_batch.cluster.connect import connected, in_uploaded_working_dir
 from bastion_batch.cluster.driver_lock import DriverLock, has_ended, read_driver, this_process
+from bastion_batch.cluster.dtype import settle_dtype
 from bastion_batch.cluster.engines import EngineSource, PretrainedEngines
+from bastion_batch.cluster.ledger import Held, total_cost
 from bastion_batch.cluster.logs import logging_to
 from bastion_batch.cluster.messages import AttemptRecord, Progress
 from bastion_batch.cluster.notices import Notices, StopFile, notice_sources
-from bastion_batch.cluster.placement import Slot, place
+from bastion_batch.cluster.placement import Placement, Slot
+from bastion_batch.cluster.pools import Node, Pool, pools_of
 from bastion_batch.cluster.restarts import Restarts
 from bastion_batch.cluster.signals import StopSignals, drain_seconds
 from bastion_batch.cluster.supervisor import Supervisor, Watches
 from bastion_batch.cluster.worker import WorkerSpec
+from bastion_batch.cluster.worker_states import worker_states
 from bastion_batch.config import JobConfig
-from bastion_batch.errors import BastionError, JobFailedError, OutputError, TooManyFailedRows
+from bastion_batch.core.balance import Balance
+from bastion_batch.errors import (
+    BastionError,
+    InputError,
+    JobFailedError,
+    OutputError,
+    TooManyFailedRows,
+)
 from bastion_batch.io.commit import claim_invocation, committed_units, remove_orphan_steps
 from bastion_batch.io.journal import remove_journal
 from bastion_batch.io.plan import Plan, open_plan
@@ -57,14 +69,15 @@ def run(
     before_data: Callable[[], None] | None = None,
     takeover: bool = False,
     retry_failed: Collection[str] | None = None,
+    balance: Callable[..., Balance] = Balance,
 ) -> JobResult:
     """Run a job to its end, or continue it, and prove that its output is complete.
 
     Uses the Ray this process is connected to, or the cluster that is there, or a local one.
     `takeover` goes on in place of a driver that may still run, which then stops. `retry_failed`
     decodes failed rows of a complete output again: those of these error kinds, or all if it is
-    empty. `engines` and `before_data` (called in a worker between a unit's two files) are for
-    tests.
+    empty. `engines`, `before_data` (called in a worker between a unit's two files) and `balance`
+    (makes what decides who decodes what) are for tests and measurements.
 
     Raises:
         InputError: the job, its models, inputs or output are refused; or another driver runs.
@@ -75,6 +88,7 @@ def run(
     display = display or NoDisplay()
     job = resolve_paths(job, Path.cwd())
     store = open_store(job.output)
+    pools_of(job.workers)  # a name that nobody knows is refused first of all
     with StopSignals(display.say) as signals:
         sources = engines or PretrainedEngines()
         target = sources.check(job)
@@ -97,7 +111,9 @@ def run(
                     if retry is not None:
                         remove_journal(store, range(plan.num_units))
                     if not complete:
-                        driver = _Driver(display, signals, lock, sources, before_data, retry)
+                        driver = _Driver(
+                            display, signals, lock, sources, before_data, retry, balance
+                        )
                         _Invocation(job, plan, store, number, driver).decode()
                     result = _finish(job, plan, store)
         except OSError as error:
@@ -147,6 +163,7 @@ class _Driver(NamedTuple):
     engines: EngineSource
     before_data: Callable[[], None] | None
     retry: Retry | None
+    balance: Callable[..., Balance]
 
 
 class _Invocation:
@@ -166,9 +183,10 @@ class _Invocation:
         self._record = RunRecord(job, plan.job_id)
         self._record.begin(number, datetime.now(UTC).isoformat(timespec="seconds"))
         self._progress_file = ProgressFile(store)
-        self._last: tuple[Progress, list[AttemptRecord]] | None = None
+        self._last: tuple[Progress, list[AttemptRecord], list[Held]] | None = None
         self._recorded_at = 0.0
         self._told_of_storage = False
+        self._mismatched: set[int] = set()
 
     def decode(self) -> None:
         """Decode and commit every unit that is not yet committed."""
@@ -190,40 +208,61 @@ class _Invocation:
 
     def _num_cpus(self) -> int:
         """CPUs of a Ray of our own: the machine's, and enough for the workers asked for."""
-        count = self._job.workers.count
-        return max(os.cpu_count() or 1, 1 if count == "auto" else count)
+        counts = [1 if p.count == "auto" else p.count for p in self._job.workers.all_pools()]
+        return max(os.cpu_count() or 1, sum(counts))
 
     def _supervise(self, own_ray: bool) -> None:
         # Ray is imported by these, and only now: its environment is set.
         from bastion_batch.cluster.environment import Nodes, usable_nodes
-        from bastion_batch.cluster.fleet import CoordinatorClient, Fleet, cluster_nodes
+        from bastion_batch.cluster.fleet import CoordinatorClient, Fleet, can_grow, cluster_nodes
 
         found = [node for node in cluster_nodes() if node.num_cpus]
         is_same = own_ray or not found  # a Ray of our own is this machine and this Python
         nodes = Nodes(found, {}) if is_same else usable_nodes(found, self._store)
-        slots = {slot.worker: slot for slot in place(nodes.usable, self._job.workers)}
+        placement = self._placement(nodes.usable, may_grow=not own_ray and can_grow())
         done = self._committed()
         units: dict[str, Any] = {
             **coordinator_units(self._plan, self._driver.retry)._asdict(),
             "done": done,
             "faults_expected": self._driver.retry is not None,
+            "balance": self._driver.balance,
         }
         coordinator = CoordinatorClient(self._name, units, self._store, self._number)
         self._driver.display.say(
             f"{self._plan.num_units - len(done)} of {self._plan.num_units} units to decode, "
-            f"{len(slots)} x {next(iter(slots.values())).device}"
+            f"{_described(placement.slots.values())}"
         )
         Supervisor(
             fleet=Fleet(self._name, coordinator, self._driver.engines),
             coordinator=coordinator,
-            slots=slots,
+            placement=placement,
             refused_nodes=frozenset(nodes.refused),
-            restarts=Restarts(slots, self._number),
+            restarts=Restarts(placement.slots, self._number),
             make_spec=self._spec,
             committed=self._committed,
             observe=self._observe,
             watches=self._watches(),
         ).run()
+
+    def _placement(self, nodes: Sequence[Node], *, may_grow: bool) -> Placement:
+        """The workers' places now. Pools without any are told of; others may join them later.
+
+        Raises:
+            InputError: no worker has a place, and none can be expected.
+        """
+        placement = Placement(pools_of(self._job.workers), may_grow=may_grow)
+        placement.look(nodes)
+        undecided = ", ".join(pool.describe() for pool in placement.undecided())
+        if undecided and may_grow:
+            raise InputError(f"no machine tells the device of {undecided}; say `device`")
+        missing = _missing(placement.without_place(), nodes)
+        if not placement.has_home and not may_grow:
+            raise InputError(f"no worker has a place; {missing}")
+        if missing:
+            self._driver.display.say(f"waiting for machines: {missing}")
+        if any(slot.device == "cuda" for slot in placement.slots.values()):
+            settle_dtype(self._job, self._store, lambda: "bfloat16")
+        return placement
 
     def _watches(self) -> Watches:
         StopFile(self._store).clear()
@@ -240,7 +279,8 @@ class _Invocation:
         return WorkerSpec(
             worker=slot.worker,
             attempt=attempt,
-            job=self._job,
+            job=self._job.with_pool(slot.pool.config),
+            pool=slot.pool,
             job_id=self._plan.job_id,
             inputs=self._plan.inputs,
             steps=self._plan.steps,
@@ -251,20 +291,31 @@ class _Invocation:
             retry=self._driver.retry,
         )
 
-    def _observe(self, progress: Progress, attempts: list[AttemptRecord]) -> None:
+    def _observe(self, progress: Progress, attempts: list[AttemptRecord], held: list[Held]) -> None:
         is_news = self._last is None or len(attempts) != len(self._last[1])
-        self._last = progress, attempts
+        progress = progress._replace(cost=total_cost(held))
+        self._last = progress, attempts, held
+        self._warn_of_mismatches(attempts)
         self._driver.display.show(progress)
-        self._try(partial(self._progress_file.write, progress))
+        self._try(partial(self._progress_file.write, progress, worker_states(attempts, held)))
         if is_news or time.monotonic() - self._recorded_at >= RECORD_SECONDS:
             self._recorded_at = time.monotonic()
             self._save("running")
 
+    def _warn_of_mismatches(self, attempts: list[AttemptRecord]) -> None:
+        """Say once for each worker that its device is not what its pool selects."""
+        for attempt in attempts:
+            mismatch = attempt.info.get("mismatch")
+            if mismatch and attempt.attempt not in self._mismatched:
+                self._mismatched.add(attempt.attempt)
+                logger.warning("worker %s: %s; what it measures counts", attempt.worker, mismatch)
+
     def _save(self, status: str) -> None:
-        progress, attempts = self._last or (None, [])
+        progress, attempts, held = self._last or (None, [], [])
         self._record.note(
             status,
             attempts,
+            held,
             wall_seconds=time.monotonic() - self._started,
             decoding_seconds=progress.elapsed_seconds if progress else 0.0,
         )
@@ -285,6 +336,22 @@ class _Invocation:
         if self._driver.retry is not None:
             look = partial(self._driver.retry.done, self._store, self._plan)
         return self._store.retries.call(look, what="listing data/")
+
+
+def _described(slots: Collection[Slot]) -> str:
+    """How many workers of each pool and device."""
+    counts = Counter((slot.pool.name, slot.device) for slot in slots)
+    several = len({pool for pool, _ in counts}) > 1
+    parts = [f"{n} x {device}{f' ({pool})' * several}" for (pool, device), n in counts.items()]
+    return ", ".join(parts) or "no worker yet"
+
+
+def _missing(pools: Sequence[Pool], nodes: Sequence[Node]) -> str:
+    """Pools that no machine is there for, and the machines that are."""
+    if not pools:
+        return ""
+    selected = "; ".join(pool.describe() for pool in pools)
+    return f"no machine now for {selected}. There are: {', '.join(map(str, nodes)) or 'none'}"
 
 
 def _finish(job: JobConfig, plan: Plan, store: Store) -> JobResult:

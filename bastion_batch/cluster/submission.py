@@ -115,6 +115,8 @@ def _resolved(written: JobConfig, job: JobConfig) -> Iterator[tuple[str, Any]]:
         yield "model.target", job.model.target
     if job.model.drafter != written.model.drafter:
         yield "model.drafter", job.model.drafter
+    if job.workers.profiles != written.workers.profiles:
+        yield "workers.profiles", job.workers.profiles
 
 
 def _read_in_place(job: JobConfig, directory: Path) -> Iterator[str]:

@@ -10,12 +10,13 @@ It holds no row and decides nothing about units; a job of any size costs it the 
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
+from bastion_batch.cluster.ledger import Held, Ledger
 from bastion_batch.cluster.messages import AttemptRecord, Ended, Placed, Progress
 from bastion_batch.cluster.notices import Notices
-from bastion_batch.cluster.placement import Slot
+from bastion_batch.cluster.placement import Placement, Slot
 from bastion_batch.cluster.restarts import Restarts
 from bastion_batch.cluster.signals import DRAIN_SECONDS, StopSignals, interruption, notice_exit
 from bastion_batch.cluster.worker import WorkerSpec
@@ -66,18 +67,19 @@ class Supervisor:
         *,
         fleet: "Fleet",
         coordinator: "CoordinatorClient",
-        slots: Mapping[str, Slot],
+        placement: Placement,
         refused_nodes: frozenset[str],
         restarts: Restarts,
         make_spec: Callable[[Slot, int], WorkerSpec],
         committed: Callable[[], set[int]],
-        observe: Callable[[Progress, list[AttemptRecord]], None],
+        observe: Callable[[Progress, list[AttemptRecord], list[Held]], None],
         watches: Watches,
     ) -> None:
         """`committed` lists the units whose files exist; `observe` is called every second."""
         self._fleet = fleet
         self._coordinator = coordinator
-        self._slots = dict(slots)
+        self._placement = placement
+        self._ledger = Ledger()
         self._refused = refused_nodes
         self._restarts = restarts
         self._make_spec = make_spec
@@ -91,6 +93,7 @@ class Supervisor:
         self._leaving: dict[int, float] = {}
         self._killed: set[int] = set()
         self._placed_at: dict[int, float] = {}
+        self._removed_by: Exception | None = None
         self._warned: set[str] = set()
 
     def run(self) -> None:
@@ -116,9 +119,9 @@ class Supervisor:
         for event in self._fleet.poll(POLL_SECONDS):
             match event:
                 case Placed():
-                    self._placed_at[event.attempt] = now
-                    logger.info("worker %s runs on %s, process %d", event.worker, *event.place)
+                    self._handle_place(event, now)
                 case Ended():
+                    self._ledger.ended(event.attempt, now)
                     self._handle_end(event)
         self._heed_signal(now)
         if now - self._looked_at >= self._watches.look_seconds or not self._fleet.alive:
@@ -134,14 +137,35 @@ class Supervisor:
 
     def _start_due(self, now: float) -> None:
         for worker in self._restarts.due(now):
-            slot = self._slots[worker]
+            slot = self._placement.slots[worker]
             avoid = self._refused | self._going
             if slot.node is not None and (
                 slot.node.node_id in avoid or not self._fleet.is_live(slot.node.node_id)
             ):
-                slot = self._slots[worker] = slot._replace(node=None)
-            attempt = self._restarts.started(worker)
-            self._fleet.start(slot, self._make_spec(slot, attempt), avoid)
+                slot = self._placement.lose_home(worker)
+            if slot.node is None:
+                avoid |= self._placement.closed_to(slot)
+            selector = {} if slot.node is not None else self._placement.selector(slot)
+            if selector is not None:
+                attempt = self._restarts.started(worker)
+                self._fleet.start(slot, self._make_spec(slot, attempt), avoid, selector)
+
+    def _handle_place(self, event: Placed, now: float) -> None:
+        self._placed_at[event.attempt] = now
+        if self._placement.slots[event.worker].node is None:
+            self._follow_nodes()  # its machine may have come since the last look
+        self._placement.settle(event.worker, event.node_id)
+        self._ledger.placed(event.attempt, self._placement.slots[event.worker], now)
+        logger.info("worker %s runs on %s, process %d", event.worker, *event.place)
+        if event.node_id in self._going:
+            self._send_away([event.attempt], "its machine goes away", now)
+
+    def _follow_nodes(self) -> None:
+        """Workers for machines that have come."""
+        for slot in self._placement.look(self._fleet.nodes(), self._refused | self._going):
+            where = slot.node.host if slot.node else "any machine"
+            logger.info("worker %s joins: %s, pool %s", slot.worker, where, slot.pool.name)
+            self._restarts.add(slot.worker)
 
     def _handle_end(self, event: Ended) -> None:
         """Give back what the worker held; whatever ended it no longer matters to a finished job."""
@@ -167,10 +191,20 @@ class Supervisor:
             fruitful=fruitful,
             mendable=not isinstance(error, InputError),
         )
+        if removed:
+            self._placement.give_up(event.worker)
+            self._removed_by = error
         outcome = "given up" if removed else "its units go to another start of it or to others"
         logger.warning("worker %s ended: %s; %s", event.worker, _describe(error), outcome)
         if self._restarts.all_removed:
             self._give_up(error)
+
+    def _give_up_hopeless(self) -> None:
+        """End where all that had a machine are removed, and the others have none to wait for."""
+        if self._removed_by is None or self._placement.may_go_on:
+            return
+        if set(self._fleet.alive) <= set(self._fleet.unplaced()):
+            self._give_up(self._removed_by)
 
     def _give_up(self, error: Exception) -> None:
         self._look()
@@ -188,9 +222,12 @@ class Supervisor:
         progress = self._look()
         if progress.finished:
             self._finished_at = self._finished_at or now
+            self._fleet.kill(self._fleet.unplaced())
             return
         if self._ending is not None:
             return
+        self._follow_nodes()
+        self._give_up_hopeless()
         self._warn_unplaced()
         self._kill_stuck(now)
         if progress.failure is not None:
@@ -207,19 +244,28 @@ class Supervisor:
 
     def _look(self) -> Progress:
         progress = self._coordinator.progress()
-        self._observe(progress, self._coordinator.attempts())
+        held = self._ledger.held(time.monotonic())
+        self._observe(progress, self._coordinator.attempts(), held)
         return progress
 
     def _leave(self, nodes: frozenset[str], reason: str, now: float) -> None:
-        """Have the workers of these nodes end in order, and start none there."""
+        """Have the workers of these nodes hand over their rows and end, and start none there."""
         node_ids = self._fleet.node_ids(nodes)
         self._going |= node_ids
-        for attempt in self._fleet.on_nodes(node_ids):
+        self._send_away(self._fleet.on_nodes(node_ids), reason, now)
+
+    def _send_away(self, attempts: Collection[int], reason: str, now: float) -> None:
+        """Have these end for the sake of their machine. One that still loads holds nothing."""
+        loaded = {record.attempt for record in self._coordinator.attempts()}
+        for attempt in attempts:
             if attempt not in self._leaving:
                 logger.warning("%s: attempt %d leaves it", reason, attempt)
                 self._leaving[attempt] = now + LEAVE_SECONDS
-                self._coordinator.dismiss(attempt)
-                self._fleet.tell_to_end([attempt])
+                if attempt in loaded:
+                    self._coordinator.dismiss(attempt)
+                else:
+                    self._killed.add(attempt)
+                    self._fleet.kill([attempt])
 
     def _kill_stuck(self, now: float) -> None:
         """End what makes no progress, does not start, or did not leave its node in time."""
@@ -240,14 +286,15 @@ class Supervisor:
         return [attempt for attempt in slow if attempt in self._placed_at]
 
     def _warn_unplaced(self) -> None:
-        waiting = set(self._fleet.unplaced(UNPLACED_SECONDS)) - self._warned
+        waiting = set(self._fleet.unplaced(UNPLACED_SECONDS).values()) - self._warned
         self._warned |= waiting
-        for worker in waiting:
-            slot = self._slots[worker]
+        for worker in sorted(waiting):
+            slot = self._placement.slots[worker]
             logger.warning(
-                "worker %s has had no place for %.0f s; it needs a CPU%s%s. There are: %s. "
+                "worker %s of %s has had no place for %.0f s; it needs a CPU%s%s. There are: %s. "
                 "The other workers go on",
                 worker,
+                slot.pool.describe(),
                 UNPLACED_SECONDS,
                 " and a GPU" if slot.device == "cuda" else "",
                 f" on {slot.node.host}" if slot.node else "",

@@ -10,6 +10,7 @@ TEMPORARY = "_bastion/tmp"
 INVOCATIONS = "_bastion/invocations"
 LOGS = "_bastion/logs"
 JOURNAL = "_bastion/journal"
+PROFILES = "_bastion/profiles"
 
 ATTEMPTS_PER_INVOCATION = 65536
 """Attempts are numbered through all invocations of a job: those of invocation n from n times this."""

@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 
 PLAN_FORMAT = 2
 
+_MEANT_BY_OLDER = {"model.allow_mixed_dtype": False}
+"""What a plan means that was made before there was this field."""
+
 STEPS_ALL_ROWS = 100_000
 """Up to so many output rows ``output.steps: auto`` records the steps of all."""
 
@@ -118,6 +121,7 @@ def _planned(job: JobConfig, target: TargetFiles, files: tuple[InputFile, ...]) 
     found = scan(files, job.input.prompt, job.input.storage_options)
     require_prompt_column(found.schema, job.input)
     samples = job.decoding.samples_per_row
+    mixed = job.model.allow_mixed_dtype
     num_outputs = found.num_rows * samples
     return Plan(
         job_id=secrets.token_hex(4),
@@ -127,9 +131,11 @@ def _planned(job: JobConfig, target: TargetFiles, files: tuple[InputFile, ...]) 
         num_rows=found.num_rows,
         samples_per_row=samples,
         steps=resolve_steps(job.output.steps, num_outputs),
-        carried=tuple(c.source for c in carried_columns(found.schema, job.output)),
+        carried=tuple(
+            c.source for c in carried_columns(found.schema, job.output, mixed_dtype=mixed)
+        ),
         input_schema=found.schema,
-        data_schema=data_schema(found.schema, job.output),
+        data_schema=data_schema(found.schema, job.output, mixed_dtype=mixed),
         steps_schema=STEPS_SCHEMA,
         storage_options=job.input.storage_options,
     )
@@ -227,8 +233,9 @@ def require_same_job(
     Raises:
         OutputError: listing every identity field that differs, with both values.
     """
-    names = sorted({*existing.identity, *identity})
-    pairs = {name: (existing.identity.get(name), identity.get(name)) for name in names}
+    planned = _MEANT_BY_OLDER | existing.identity
+    names = sorted({*planned, *identity})
+    pairs = {name: (planned.get(name), identity.get(name)) for name in names}
     lines = [
         f"  {name}: {shown.planned} -> {shown.now}"
         for name, (old, new) in pairs.items()

@@ -157,26 +157,34 @@ class _TextStream:
 
 
 class _GroupStream:
-    """A row group, decoded from its start onwards."""
+    """A Parquet file, whose row groups are decoded one at a time, each from its start onwards.
+
+    The footer is read once for all of them.
+    """
 
     def __init__(self, plan: Plan, where: Unit) -> None:
         self._plan = plan
-        self._where = where
+        self._number = where.file
         self._planned = plan.inputs[where.file]
         self.input = open_input(self._planned, plan.storage_options)
         is_remote = "://" in self._planned.path  # fetch columns whole, not page by page
         self._parquet = pq.ParquetFile(self.input.file, pre_buffer=is_remote)
+        self._begin(where.span)
+
+    def _begin(self, group: int) -> None:
+        self._group = group
         self._batches: Iterator[pa.RecordBatch] = self._parquet.iter_batches(
-            batch_size=_BATCH_ROWS, row_groups=[where.span]
+            batch_size=_BATCH_ROWS, row_groups=[group]
         )
         self._buffer: pa.RecordBatch | None = None
         self._position = 0
 
     def reaches(self, where: Unit) -> bool:
-        same = (where.file, where.span) == (self._where.file, self._where.span)
-        return same and where.offset >= self._position
+        return where.file == self._number
 
     def read(self, where: Unit) -> UnitRows:
+        if where.span != self._group or where.offset < self._position:
+            self._begin(where.span)
         for _ in self._take(where.offset - self._position):
             pass
         batches = list(self._take(where.num_rows))

@@ -26,6 +26,7 @@ _OUR_COLUMNS = (
     ("worker", pa.string()),
     ("device", pa.string()),
     ("migrations", pa.int32()),
+    ("dtype", pa.string()),
 )
 
 STEP_COLUMNS = (
@@ -85,14 +86,15 @@ class Carried(NamedTuple):
     name: str
 
 
-def our_columns(output: OutputConfig) -> pa.Schema:
-    """The columns that we add behind the input's."""
-    return pa.schema(
-        [c for c in _OUR_COLUMNS if c[0] != "output_token_ids" or output.output_token_ids]
-    )
+def our_columns(output: OutputConfig, *, mixed_dtype: bool = False) -> pa.Schema:
+    """The columns that we add behind the input's; `dtype` where a job's workers may differ in it."""
+    asked_for = {"output_token_ids": output.output_token_ids, "dtype": mixed_dtype}
+    return pa.schema([c for c in _OUR_COLUMNS if asked_for.get(c[0], True)])
 
 
-def carried_columns(input_schema: pa.Schema, output: OutputConfig) -> tuple[Carried, ...]:
+def carried_columns(
+    input_schema: pa.Schema, output: OutputConfig, *, mixed_dtype: bool = False
+) -> tuple[Carried, ...]:
     """The input columns that `data/` keeps, in order, under names that are not ours.
 
     Names that differ in case only collide too: Spark and DuckDB do not tell them apart.
@@ -100,7 +102,7 @@ def carried_columns(input_schema: pa.Schema, output: OutputConfig) -> tuple[Carr
     Raises:
         DataError: naming the columns that collide, and the ways out.
     """
-    ours = {name.casefold() for name in our_columns(output).names}
+    ours = {name.casefold() for name in our_columns(output, mixed_dtype=mixed_dtype).names}
     collisions = [name for name in input_schema.names if name.casefold() in ours]
     if output.on_collision == "error" and collisions:
         raise DataError(
@@ -117,7 +119,9 @@ def carried_columns(input_schema: pa.Schema, output: OutputConfig) -> tuple[Carr
     return carried
 
 
-def data_schema(input_schema: pa.Schema, output: OutputConfig) -> pa.Schema:
+def data_schema(
+    input_schema: pa.Schema, output: OutputConfig, *, mixed_dtype: bool = False
+) -> pa.Schema:
     """The schema of `data/`: the input's columns, then ours.
 
     Raises:
@@ -125,9 +129,9 @@ def data_schema(input_schema: pa.Schema, output: OutputConfig) -> pa.Schema:
     """
     carried = [
         input_schema.field(c.source).with_name(c.name)
-        for c in carried_columns(input_schema, output)
+        for c in carried_columns(input_schema, output, mixed_dtype=mixed_dtype)
     ]
-    return pa.schema([*carried, *our_columns(output)])
+    return pa.schema([*carried, *our_columns(output, mixed_dtype=mixed_dtype)])
 
 
 def _require_distinct(names: list[str]) -> None:

@@ -46,6 +46,7 @@ class UnitBuilder:
         attempt: int,
         device: str,
         *,
+        dtype: str | None = None,
         only: Collection[RowKey] | None = None,
     ) -> None:
         self._plan = plan
@@ -54,6 +55,7 @@ class UnitBuilder:
         self._worker = worker
         self._attempt = attempt
         self._device = device
+        self._dtype = dtype
         self._positions = {row_id: i for i, row_id in enumerate(rows.row_ids)}
         self._keys = [
             (position, sample)
@@ -92,7 +94,8 @@ class UnitBuilder:
         """
         assert 0 <= completion.sample_index < self._plan.samples_per_row, completion.sample_index
         key = (self._positions[completion.row_id], completion.sample_index)
-        own = Stretch(self._worker, self._attempt, self._device, len(completion.records))
+        num_records = len(completion.records)
+        own = Stretch(self._worker, self._attempt, self._device, num_records, self._dtype)
         outcome = Outcome(
             completion=_settled(completion),
             stretches=tuple(stretches) or (own,),
@@ -152,6 +155,7 @@ class UnitBuilder:
             "worker": ended_by.worker,
             "device": ended_by.device,
             "migrations": outcome.num_migrations,
+            "dtype": dtypes_of(outcome.stretches),
         }
 
     def _steps(self) -> pa.Table | None:
@@ -215,6 +219,11 @@ def _settled(completion: Completion) -> Completion:
         num_prompt_tokens=completion.num_prompt_tokens,
         num_steps=0,
     )
+
+
+def dtypes_of(stretches: Sequence[Stretch]) -> str | None:
+    """The dtypes that made a row, in order of their first step: nearly always one."""
+    return "+".join(dict.fromkeys(s.dtype for s in stretches if s.dtype)) or None
 
 
 def _utf8(text: str) -> str:
