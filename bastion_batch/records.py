@@ -196,6 +196,8 @@ class Stretch(NamedTuple):
     attempt: int
     device: str
     num_records: int
+    dtype: str | None = None
+    """None in what an earlier version has journaled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +253,8 @@ class EngineTotals(NamedTuple):
     num_nodes: int = 0
     num_prefill_tokens: int = 0
     step_seconds: float = 0.0
+    predicted_seconds: float = 0.0
+    """What the steps were expected to take."""
     plain_steps: int = 0
     """Steps decoded plainly to measure the baseline."""
     plain_tokens: int = 0
@@ -271,7 +275,7 @@ class EngineTotals(NamedTuple):
     @classmethod
     def of(cls, totals: Mapping[str, float]) -> "EngineTotals":
         """The totals among the values of a mapping, as a report keeps them."""
-        return cls(**{name: totals[name] for name in cls._fields})  # type: ignore[arg-type]
+        return cls(**{name: totals[name] for name in cls._fields if name in totals})  # type: ignore[arg-type]
 
     @property
     def tokens_per_step(self) -> float | None:

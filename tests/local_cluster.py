@@ -7,6 +7,7 @@ simply not called any more.
 import json
 
 import pyarrow.parquet as pq
+from balances import PlainBalance
 
 from bastion_batch.cluster.coordinator import Coordinator
 from bastion_batch.cluster.links import LocalLink
@@ -84,7 +85,18 @@ def row_id(row):
 class LocalCluster:
     """One invocation of a job."""
 
-    def __init__(self, job, *, invocation=1, store=None, max_batch=4, engines=None, **coordinator):
+    def __init__(
+        self,
+        job,
+        *,
+        invocation=1,
+        store=None,
+        max_batch=4,
+        engines=None,
+        balance=PlainBalance,
+        **coordinator,
+    ):
+        self._balance_kind = balance
         self.engines = engines
         engines = engines or ScriptedEngines()
         self.job = job
@@ -95,15 +107,24 @@ class LocalCluster:
         self.coordinator = Coordinator(
             **coordinator_units(self.plan)._asdict(),
             done=committed_units(job.output.path),
+            balance=self._make_balance,
             **coordinator,
         )
         self.post = Post()
         self.first_attempt = invocation * 65536 + 1
         self.names = {}
 
+    def _make_balance(self, **units):
+        self.balance = self._balance_kind(**units)
+        return self.balance
+
     @property
     def workers(self):
         return self.post.workers
+
+    def move(self, row, to):
+        """Have a row, as a worker reports it, decoded elsewhere."""
+        self.balance.force(row.unit, (row.row_id, row.sample_index), to)
 
     def start(self, name="w0", *, harm=None, engines=None, store=None, **spec):
         """Start a worker; returns its attempt."""

@@ -32,6 +32,20 @@ def die_once(marker):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LabelledEngines(ScriptedEngines):
+    """Engines that find the device that their node's label `device` names, if it has one."""
+
+    def build(self, job, device, share):
+        import ray
+
+        engine = ScriptedEngines.build(self, job, device, share)
+        found = ray.get_runtime_context().get_node_labels().get("device")
+        if found is not None:
+            engine.info = engine.info._replace(device=found, dtype=job.model.dtype)
+        return engine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FaultyEngines(ScriptedEngines):
     """Engines that fail to load (`broken`) or refuse their model (`unknown`)."""
 
@@ -51,7 +65,7 @@ def main(job_file, step_seconds, option=None):
         result = run(
             load_job(job_file),
             display=PlainDisplay(sys.stderr),
-            engines=ScriptedEngines(max_batch=4, step_seconds=float(step_seconds)),
+            engines=LabelledEngines(max_batch=4, step_seconds=float(step_seconds)),
             before_data=partial(die_once, marker) if marker else None,
             takeover=takeover,
         )

@@ -122,7 +122,7 @@ def test_no_row_is_lost_of_a_real_model(tmp_path, seed):
     job = {
         "input": {"path": str(tmp_path / "prompts.jsonl"), "prompt": "prompt"},
         "output": {"path": str(tmp_path / "out"), "unit_rows": 6},
-        "model": {"target": "smollm2-135m-instruct"},
+        "model": {"target": "smollm2-135m-instruct", "probe": "off"},
         "decoding": {"max_new_tokens": 24},
         "workers": {"count": 2, "max_batch": 4, "device": "cpu"},
     }

@@ -39,8 +39,10 @@ def inputs(tmp_path_factory):
 def test_every_schedule_ends_right(inputs):
     ended = [run(seed, inputs) for seed in range(NUM_FAST)]
     assert sum(e.num_invocations > 1 for e in ended) > NUM_FAST // 4
-    assert {fault for e in ended for _, _, fault in e.faults} == set(Fault)
+    assert {fault for e in ended for _, _, fault in e.faults} >= set(Fault) - {Fault.STALE}
     assert any(e.acknowledged_at_death for e in ended)
+    assert sum(e.num_tasks for e in ended) > 3 * NUM_FAST
+    assert sum(e.num_continued for e in ended) > NUM_FAST // 2
 
 
 @pytest.mark.slow
@@ -50,6 +52,14 @@ def test_every_schedule_of_many_ends_right(inputs, first):
     met = {met for e in ended for met in e.faults}
     assert {(*write, fault) for write in WRITES for fault in set(Fault) - {Fault.STALE}} <= met
     assert {n for e in ended for n in e.acknowledged_at_death} == {0, 1, 2}
+
+
+@pytest.mark.slow
+def test_a_stale_listing_is_met_too(inputs):
+    """It is rare: a process reads few listings."""
+    seeds = range(NUM_FAST, NUM_FAST + 2 * NUM_PER_TEST)
+    faults = (fault for seed in seeds for _, _, fault in run(seed, inputs).faults)
+    assert Fault.STALE in faults
 
 
 def test_a_seed_is_a_schedule(inputs):

@@ -1,18 +1,23 @@
 """A worker in this process, on real files, with the scripted engine and a real coordinator."""
 
 import logging
+from itertools import pairwise
 
 import pyarrow.parquet as pq
 import pytest
-from local_cluster import make_job, prompts
+from balances import MovingBalance
+from local_cluster import TURN_SECONDS, LocalCluster, make_job, prompts
 
 from bastion_batch.cluster.coordinator import Coordinator
 from bastion_batch.cluster.links import LocalLink
+from bastion_batch.cluster.mail import Task
+from bastion_batch.cluster.messages import Directions, Ownership
 from bastion_batch.cluster.node import NodeShare, usable_cores
 from bastion_batch.cluster.run import coordinator_units
 from bastion_batch.cluster.scripted import ScriptedEngine, ScriptedEngines, scripted_ids
 from bastion_batch.cluster.worker import Worker, WorkerSpec
 from bastion_batch.core.noise import row_key
+from bastion_batch.core.orders import Share
 from bastion_batch.errors import DataError, OutputError
 from bastion_batch.io.commit import committed_units
 from bastion_batch.io.plan import open_plan
@@ -231,3 +236,173 @@ def test_a_containers_cpu_limit_counts(tmp_path):
     assert usable_cores(limit) == 1
     limit.write_text("max 100000\n")
     assert usable_cores(limit) == usable_cores(tmp_path / "absent") >= 1
+
+
+def test_a_busy_worker_never_idles_between_rows(tmp_path):
+    """Every turn makes a step as long as a row of the job waits."""
+    c = LocalCluster(
+        make_job(tmp_path, prompts(400), output={"unit_rows": 8}),
+        max_batch=8,
+        balance=MovingBalance,
+    )
+    engine = ScriptedEngine(max_batch=8, step_seconds=TURN_SECONDS, sleep=lambda _: None)
+    attempt = c.start("w0", engines=TheseEngines(engine))
+    num_turns = num_idle = 0
+    while c.progress().num_done < 360:
+        num_steps = engine.totals.num_steps
+        c.turn()
+        num_turns += 1
+        num_idle += engine.totals.num_steps == num_steps
+    assert num_turns > 300
+    assert num_idle <= 0.01 * num_turns
+    assert c.workers[attempt]._num_finished > 300
+    c.run()
+    c.check()
+
+
+class CountingLink(LocalLink):
+    """Keeps what was reported."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.reports = []
+
+    def report(self, report):
+        self.reports.append(report)
+        super().report(report)
+
+
+def counted(c, worker):
+    """Have a worker's calls kept; its link."""
+    link = CountingLink(c.coordinator, worker._spec.attempt, c.clock, c.post)
+    worker._link = link
+    return link
+
+
+def test_a_worker_calls_about_once_a_second_whatever_enters_and_leaves(tmp_path):
+    """Rows of a few steps enter at almost every turn."""
+    job = make_job(
+        tmp_path, prompts(900), output={"unit_rows": 20}, decoding={"max_new_tokens": 12}
+    )
+    c = LocalCluster(job, max_batch=4)
+    link = counted(c, c.workers[c.start("w0")])
+    began = c.clock.now
+    c.run()
+    seconds = c.clock.now - began
+    assert seconds > 60
+    assert len(link.reports) <= seconds + 60, "ten a second for the first five"
+    c.check()
+
+
+def test_rows_that_were_in_an_engine_when_it_ended_are_named_before_the_next_step(tmp_path):
+    job = make_job(
+        tmp_path, prompts(60), output={"unit_rows": 20}, decoding={"max_new_tokens": 200}
+    )
+    c = LocalCluster(job, max_batch=4)
+    first, second = c.start("w0"), c.start("w1")
+    c.turns(30, first)
+    link = counted(c, c.workers[second])
+    c.turns(120, second)
+    suspects = {(r.row_id, r.sample_index) for r in c.coordinator._attempts[first].report.rows}
+    c.kill(first)
+    met = set()
+    while c.workers:
+        c.turn()
+        if second in c.workers:
+            live = suspects & {row[1].key for row in c.workers[second]._live.rows()}
+            met |= live
+            assert live <= {(r.row_id, r.sample_index) for r in link.reports[-1].rows}
+    assert met == suspects
+
+
+def test_an_owner_that_waits_for_others_does_not_call_more_often(tmp_path):
+    c = LocalCluster(make_job(tmp_path, prompts(5), decoding={"max_new_tokens": 200}))
+    first, second = c.start("w0"), c.start("w1")
+    c.until(lambda: c.workers[first]._exchange.open)
+    c.balance.say(first, max_running=0, shares=[Share(second, 5)])
+    link = counted(c, c.workers[first])
+    c.turns(20, first)
+    for row in link.reports[-1].rows:
+        c.move(row, second)
+    c.until(lambda: not c.workers[first]._engine.has_work, first)
+    began, num_before = c.clock.now, len(link.reports)
+    c.turns(200, first)
+    assert c.workers[first]._exchange.open
+    assert len(link.reports) - num_before <= c.clock.now - began + 3
+    c.balance.say(first, max_running=None)
+    c.run()
+
+
+def test_lengths_are_said_when_they_have_changed(tmp_path):
+    job = make_job(tmp_path, prompts(100), decoding={"max_new_tokens": 40})
+    c = LocalCluster(job, max_batch=2)
+    link = counted(c, c.workers[c.start("w0")])
+    c.turns(600)
+    said = [report.lengths for report in link.reports if report.lengths]
+    assert 3 < len(said) < len(link.reports) / 3
+    assert all(one != other for one, other in pairwise(said))
+    c.run()
+
+
+def test_shares_are_served_a_few_rows_between_two_steps(tmp_path):
+    job = make_job(
+        tmp_path, prompts(200), output={"unit_rows": 200}, decoding={"max_new_tokens": 200}
+    )
+    c = LocalCluster(job, max_batch=4)
+    first, second = c.start("w0"), c.start("w1")
+    c.until(lambda: c.workers[first]._exchange.open, first)
+    c.balance.say(first, shares=[Share(second, 50), Share(second, 30)])
+    num_sent = []
+    for _ in range(60):
+        before = len(c.post.of(Task))
+        c.turn(first)
+        num_sent.append(len(c.post.of(Task)) - before)
+    assert sum(num_sent) == 80
+    assert [num for num in num_sent if num] == [32, 32, 16], "in turns one after the other"
+    c.run()
+
+
+def test_a_report_says_what_rows_have_now(tmp_path):
+    c = LocalCluster(make_job(tmp_path, prompts(3), decoding={"max_new_tokens": 200}))
+    attempt = c.start("w0")
+    c.turns(8)
+    rows = c.workers[attempt]._report().rows
+    tokens = c.workers[attempt]._engine.num_tokens()
+    assert rows
+    assert {(r.row_id, r.sample_index): r.num_tokens for r in rows} == tokens
+    assert all(r.num_tokens > 4 for r in rows)
+    assert {r.num_prompt_tokens for r in rows} == {len("question 0")}
+    assert {(r.facts.prompt_size, r.facts.max_new_tokens) for r in rows} == {(10.0, 200)}
+    assert len({r.facts.group for r in rows}) == 1
+    c.run()
+
+
+def test_a_unit_that_comes_back_to_its_owner_is_not_given_to_itself(tmp_path):
+    c = LocalCluster(make_job(tmp_path, prompts(5), decoding={"max_new_tokens": 200}))
+    first = c.start("w0")
+    c.turns(8)
+    [unit] = c.workers[first]._exchange.open
+    c.workers[first].deliver(Directions(owners=(Ownership(unit, 2, first),)))
+    c.turn()
+    assert unit in c.workers[first]._exchange.open, "until the lease comes"
+    assert all(to != first for to, _ in c.post.sent)
+    c.run()
+    c.check()
+
+
+def test_nothing_is_kept_of_guests_that_are_safe_at_their_owner(tmp_path):
+    job = make_job(
+        tmp_path, prompts(60), output={"unit_rows": 60}, decoding={"max_new_tokens": 100}
+    )
+    c = LocalCluster(job, max_batch=2)
+    first, second = c.start("w0"), c.start("w1")
+    c.until(lambda: c.workers[first]._exchange.open, first)
+    c.balance.say(first, shares=[Share(second, 2)])
+    guests = c.workers[second]._exchange.guests
+    c.until(lambda: len([*guests.items()]) == 1)
+    [(_, guest)] = guests.items()
+    c.until(lambda: not [*guests.items()])
+    assert (guest.waiting, guest.facts, guest.kept) == ({}, {}, {})
+    assert c.workers[first]._exchange.open, "the unit is still open"
+    c.run()
+    c.check()

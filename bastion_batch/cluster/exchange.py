@@ -9,14 +9,18 @@ does when it takes a unit over and every so often while rows are away; who is go
 coordinator says.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from bastion_batch.cluster.guests import Guests
 from bastion_batch.cluster.links import Link
 from bastion_batch.cluster.live_rows import Finished, LiveRows, Refusal
 from bastion_batch.cluster.mail import Ack, Ask, Holding, Mail, Outcomes, Recall, Returned, Task
-from bastion_batch.cluster.messages import Directions, InFlight, Move, Ownership
+from bastion_batch.cluster.messages import Directions, InFlight, Ownership
 from bastion_batch.cluster.open_unit import OpenUnit
+from bastion_batch.cluster.waiting import MAX_RENDERED_PER_STEP, WaitingRows
+from bastion_batch.core.lengths import RowFacts
+from bastion_batch.core.orders import RowMove, Share
 from bastion_batch.io.journal import Entry, Saved
 from bastion_batch.records import Outcome, Prefix, RowFault, RowKey
 
@@ -32,6 +36,7 @@ class Exchange:
     ) -> None:
         self.open: dict[int, OpenUnit] = {}
         """The units that this worker owns, oldest first."""
+        self.waiting = WaitingRows(self.open)
         self.guests = Guests()
         self.num_dropped = 0
         """Mail dropped because its sender or its reader is no longer the one it was for."""
@@ -40,6 +45,7 @@ class Exchange:
         self._live = live
         self._clock = clock
         self._asked_at: dict[int, float] = {}
+        self._shares: deque[Share] = deque()
 
     # As an owner
 
@@ -89,10 +95,24 @@ class Exchange:
     def _send(self, unit: OpenUnit, row: Prefix, to: int) -> None:
         unit.places.remember(row)
         unit.places.send_away(row.key, to)
-        self._link.send(to, Task(unit.number, unit.lease.epoch, self._attempt, row))
+        facts = unit.facts(row.key)
+        self._link.send(to, Task(unit.number, unit.lease.epoch, self._attempt, row, facts))
 
-    def _move(self, move: Move) -> None:
-        unit, key = self.open.get(move.unit), (move.row_id, move.sample_index)
+    def serve_shares(self) -> None:
+        """Give waiting rows to others, no more than may be tokenised between two steps."""
+        room = MAX_RENDERED_PER_STEP
+        while self._shares and room:
+            share = self._shares.popleft()
+            num_now = min(share.num_rows, room)
+            for unit, row in self.waiting.for_other(num_now):
+                if row is not None:
+                    self._place(unit, row, share.to)
+            room -= num_now
+            if num_now < share.num_rows:
+                self._shares.appendleft(share._replace(num_rows=share.num_rows - num_now))
+
+    def _move(self, move: RowMove) -> None:
+        unit, key = self.open.get(move.unit), move.key
         if unit is None or not unit.places.is_movable(key):
             return
         if key in unit.places.away:
@@ -120,15 +140,16 @@ class Exchange:
         """Hand on what the engine came to."""
         for result in results:
             match result:
-                case Finished(unit, outcome) if unit in self.open:
-                    self.open[unit].add(outcome)
+                case Finished(unit, outcome, _) if unit in self.open:
+                    self._take(self.open[unit], outcome)
                 case Refusal(unit, row, fault) if unit in self.open:
                     self.open[unit].places.refuse(row, self._attempt, fault)
-                case Finished(unit, outcome) if unit in self.guests:
+                case Finished(unit, outcome, _) if unit in self.guests:
                     self.guests[unit].kept[outcome.key] = outcome
                     self._send_outcomes(unit, (outcome,))
                 case Refusal(unit, row, fault) if unit in self.guests:
                     self._return(unit, (row,), fault)
+                    self.guests.release(unit, [row.key])
 
     def follow(self, directions: Directions) -> None:
         """Do what the coordinator's answer to a report calls for."""
@@ -136,13 +157,15 @@ class Exchange:
             gone = [key for key, at in unit.places.away.items() if at in directions.lost]
             unit.places.lose(gone)
         for ownership in directions.owners:
-            self._rebind(ownership)
+            if ownership.attempt != self._attempt:  # its own comes with the lease
+                self._give_up_if_older(ownership)
+                self._rebind(ownership)
         for number in directions.released:
-            if number not in self.open:
-                self.guests.pop(number)
-                self._live.drop_unit(number)
-        for move in directions.moves:
+            self._forget(number)
+        self.waiting.follow(directions.orders)
+        for move in directions.orders.moves:
             self._move(move)
+        self._shares.extend(directions.orders.shares)
         for row in directions.hopeless:
             unit = self.open.get(row.unit)
             if unit is not None and unit.places.only_parked_left:  # a worker may yet come
@@ -170,7 +193,7 @@ class Exchange:
         match mail:
             case Outcomes():
                 for outcome in mail.outcomes:
-                    unit.add(outcome, mail.sender)
+                    self._take(unit, outcome, mail.sender)
                     self._live.drop(outcome.key)
                 self.acknowledge(unit)
             case Returned():
@@ -183,6 +206,10 @@ class Exchange:
                     if key not in self._live:
                         unit.places.send_away(key, mail.sender)
 
+    def _take(self, unit: OpenUnit, outcome: Outcome, sender: int | None = None) -> None:
+        if unit.add(outcome, sender):
+            self.waiting.learn_from(unit, outcome)
+
     def _take_back(self, unit: OpenUnit, row: Prefix, mail: Returned) -> None:
         if unit.places.away.get(row.key) != mail.sender:
             return  # it is elsewhere already, or has ended
@@ -191,6 +218,25 @@ class Exchange:
             unit.places.refuse(row, mail.sender, mail.refusal)
         else:
             self._place(unit, row, destination)
+
+    def _give_up_if_older(self, now: Ownership) -> None:
+        """Go on as a decoder of a unit that was taken from this worker, if it was."""
+        unit = self.open.get(now.unit)
+        if unit is None or unit.lease.epoch >= now.epoch:
+            return
+        del self.open[now.unit]
+        del self._asked_at[now.unit]
+        self.guests.bind(*now)
+        guest = self.guests[now.unit]
+        guest.kept = {outcome.key: outcome for outcome in unit.unsafe_outcomes()}
+        guest.facts = {key: unit.facts(key) for key in self._live.of_unit(now.unit)}
+
+    def _forget(self, number: int) -> None:
+        """A unit is committed, by whomever."""
+        self.guests.pop(number)
+        self._live.drop_unit(number)
+        if self.open.pop(number, None) is not None:
+            del self._asked_at[number]
 
     # As a decoder
 
@@ -250,7 +296,9 @@ class Exchange:
         waiting = self.guests[recall.unit].waiting
         rows = [waiting.pop(key) for key in recall.keys if key in waiting]
         live = [key for key in recall.keys if key in self._live]
-        self._return(recall.unit, (*rows, *self._exported(live)), None)
+        rows += self._exported(live)
+        self._return(recall.unit, rows, None)
+        self.guests.release(recall.unit, [row.key for row in rows])
 
     def _send_outcomes(self, unit: int, outcomes: Sequence[Outcome]) -> None:
         guest = self.guests[unit]
@@ -268,13 +316,14 @@ class Exchange:
 
     def in_flight(self) -> Iterator[InFlight]:
         """The rows that this worker has: live first, then waiting guests and kept outcomes."""
-        for number, row in self._live.rows():
+        for number, row, facts, num_tokens in self._live.rows():
             epoch = self._epoch(number)
             if epoch is not None:
-                yield InFlight(*row.key, number, epoch, row.num_tokens, live=True)
+                yield _in_flight(number, epoch, row, facts, num_tokens, live=True)
         for number, guest in self.guests.items():
             for key, row in guest.waiting.items():
-                yield InFlight(*key, number, guest.epoch, row.num_tokens, live=False)
+                facts = guest.facts[key]
+                yield _in_flight(number, guest.epoch, row, facts, row.num_tokens, live=False)
             for key, outcome in guest.kept.items():
                 num_tokens = outcome.completion.num_output_tokens
                 yield InFlight(*key, number, guest.epoch, num_tokens, live=False)
@@ -283,3 +332,10 @@ class Exchange:
         if unit in self.open:
             return self.open[unit].lease.epoch
         return self.guests[unit].epoch if unit in self.guests else None
+
+
+def _in_flight(
+    unit: int, epoch: int, row: Prefix, facts: RowFacts, num_tokens: int, *, live: bool
+) -> InFlight:
+    num_prompt_tokens = len(row.exported.request.prompt_ids)
+    return InFlight(*row.key, unit, epoch, num_tokens, live, num_prompt_tokens, facts)

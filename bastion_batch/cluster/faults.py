@@ -89,6 +89,11 @@ class Breaker:
         """Whether a unit that holds row faults may be committed."""
         return self._settled
 
+    @property
+    def is_decided(self) -> bool:
+        """Whether nothing that comes could change the verdict."""
+        return self._settled or self.failure is not None
+
     def committed(self, num_succeeded: int) -> None:
         """Count the successes of a committed unit."""
         self._num_succeeded += num_succeeded
@@ -101,7 +106,7 @@ class Breaker:
             faults: the row faults among them: until the verdict no others are committed.
             all_terminal: whether no output of the job is left to decode.
         """
-        if self._settled or self.failure is not None:
+        if self.is_decided:
             return
         counts: Counter[str] = Counter()
         for fault in faults:

@@ -1,7 +1,7 @@
-"""What a worker's engine is given next: guests, then the oldest unit's rows, suspects alone.
+"""What a worker's engine is given next: guests, then what the balance has start, suspects alone.
 
-The queue in front of the engine is kept as long as its batch, no longer: what waits there is
-late for whoever could decode it now. A suspect, which may end the engine, enters only when
+The queue in front of the engine is short, just so that no place in the batch is ever empty: what
+waits there is late for whoever could decode it now. A suspect, which may end the engine, enters only when
 nothing else is in it and everything else is in the journal.
 """
 
@@ -10,11 +10,12 @@ from collections.abc import Callable
 from bastion_batch.cluster.engines import DecodingEngine
 from bastion_batch.cluster.exchange import Exchange
 from bastion_batch.cluster.live_rows import LiveRows
+from bastion_batch.cluster.waiting import MAX_RENDERED_PER_STEP
 from bastion_batch.records import RowKey
 
-MAX_RENDERED_PER_STEP = 32
-"""Prompts tokenised between two steps: bounds how long the live rows wait for the next ones."""
 MAX_OPEN_BYTES = 10**9
+MIN_QUEUED = 2
+"""Rows in front of a full engine, at least."""
 
 
 class Feeder:
@@ -39,28 +40,27 @@ class Feeder:
         self._exchange = exchange
         self._before_suspect = before_suspect
         self._alone: RowKey | None = None
+        self.fed_suspect = False
+        """Whether the last `feed` queued a row that was in an engine when it ended."""
 
     @property
     def wants_unit(self) -> bool:
-        """Whether the engine is not full, or has little in reserve, and there is memory.
-
-        A deep reserve would hold rows back from idle workers when the job ends.
-        """
+        """Whether to ask for another unit: the balance says so, and there is memory."""
         units = self._exchange.open.values()
-        if self._is_isolating or sum(unit.num_bytes for unit in units) >= MAX_OPEN_BYTES:
-            return False
-        num_rows = len(self._live) + sum(len(unit.places.unfed) for unit in units)
-        return num_rows < self._engine.max_batch + max(2, self._engine.max_batch // 4)
+        return (
+            self._exchange.waiting.orders.may_open
+            and not self._is_isolating
+            and sum(unit.num_bytes for unit in units) < MAX_OPEN_BYTES
+        )
 
     def feed(self) -> bool:
-        """Queue rows until as many wait as can run; whether some of them run at the next step."""
+        """Queue the rows that are due; whether some of them run at the next step."""
         num_before = len(self._live)
-        if self._is_isolating:
-            if not self._engine.has_work:
-                self._feed_suspect()
-        else:
-            self._feed_guests()
-            self._feed_own()
+        self.fed_suspect = False
+        if not self._is_isolating:
+            self._fill()
+        elif not self._engine.has_work:
+            self._feed_suspect()
         return num_before < len(self._live) <= self._engine.max_batch
 
     @property
@@ -74,27 +74,35 @@ class Feeder:
         units = self._exchange.open.values()
         return self.has_suspect or any(unit.places.only_suspects_left for unit in units)
 
-    @property
-    def _has_room(self) -> bool:
-        return self._engine.num_waiting < self._engine.max_batch
-
-    def _feed_guests(self) -> None:
-        while self._has_room:
-            guest = self._exchange.guests.next_waiting()
-            if guest is None:
-                return
+    def _fill(self) -> None:
+        """Guests first: they were sent here to run."""
+        room = self._room()
+        while room > 0 and (guest := self._exchange.guests.next_waiting()) is not None:
             self._live.add(*guest)
+            room -= 1
+        max_running = self._exchange.waiting.orders.max_running
+        if max_running is not None:
+            room = min(room, max_running - len(self._live))
+        for _ in range(MAX_RENDERED_PER_STEP):
+            started = self._exchange.waiting.next() if room > 0 else None
+            if started is None:
+                return
+            unit, row = started
+            if row is not None:
+                self._live.add(unit.number, row, unit.facts(row.key))
+                self.fed_suspect |= unit.is_suspect(row.key)
+                room -= 1
 
-    def _feed_own(self) -> None:
-        num_rendered = 0
-        for unit in self._exchange.open.values():
-            while unit.places.unfed and self._has_room:
-                if num_rendered == MAX_RENDERED_PER_STEP:
-                    return
-                num_rendered += 1
-                row = unit.next_row()
-                if row is not None:
-                    self._live.add(unit.number, row)
+    def _room(self) -> int:
+        """How many rows the engine could take, a few of them to wait.
+
+        Where rows wait although places are free, memory is short, and more would only wait.
+        """
+        engine = self._engine
+        num_free = engine.max_batch - engine.num_running
+        if engine.num_waiting and num_free > 0:
+            num_free = 0
+        return num_free + max(MIN_QUEUED, engine.max_batch // 16) - engine.num_waiting
 
     def _feed_suspect(self) -> None:
         self._before_suspect()
@@ -102,5 +110,6 @@ class Feeder:
             row = unit.next_suspect() if unit.places.only_suspects_left else None
             if row is not None:
                 self._alone = row.key
-                self._live.add(unit.number, row)
+                self.fed_suspect = True
+                self._live.add(unit.number, row, unit.facts(row.key))
                 return

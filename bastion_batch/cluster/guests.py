@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bastion_batch.cluster.mail import Task
+from bastion_batch.core.lengths import RowFacts
 from bastion_batch.records import Outcome, Prefix, RowKey
 
 
@@ -19,11 +20,13 @@ class GuestUnit:
     epoch: int
     owner: int
     waiting: dict[RowKey, Prefix] = field(default_factory=dict)
+    facts: dict[RowKey, RowFacts] = field(default_factory=dict)
+    """Of every row that came and is neither safe at its owner nor back there."""
     kept: dict[RowKey, Outcome] = field(default_factory=dict)
 
 
 class Guests:
-    """The guests by unit. A unit is known as long as it is not committed, for its epoch."""
+    """The guests by unit. A unit is known until it is committed, or nothing of it is left."""
 
     def __init__(self) -> None:
         self._units: dict[int, GuestUnit] = {}
@@ -51,20 +54,30 @@ class Guests:
         is_new = task.row.key not in guest.kept and task.row.key not in guest.waiting
         if is_new:
             guest.waiting[task.row.key] = task.row
+            guest.facts[task.row.key] = task.facts
         return is_new
 
-    def next_waiting(self) -> tuple[int, Prefix] | None:
-        """Take the row that waits longest in some unit, with that unit."""
+    def next_waiting(self) -> tuple[int, Prefix, RowFacts] | None:
+        """Take the row that waits longest in some unit, with that unit and the row's facts."""
         for unit, guest in self._units.items():
             if guest.waiting:
-                return unit, guest.waiting.pop(next(iter(guest.waiting)))
+                key = next(iter(guest.waiting))
+                return unit, guest.waiting.pop(key), guest.facts[key]
         return None
 
     def forget(self, unit: int, keys: Sequence[RowKey]) -> None:
         """The owner has these outcomes safe."""
         if unit in self._units:
-            for key in keys:
-                self._units[unit].kept.pop(key, None)
+            kept = self._units[unit].kept
+            self.release(unit, [key for key in keys if kept.pop(key, None) is not None])
+
+    def release(self, unit: int, keys: Sequence[RowKey]) -> None:
+        """These rows are the owner's again; a unit of which nothing is left is given up."""
+        guest = self._units[unit]
+        for key in keys:
+            guest.facts.pop(key, None)
+        if not (guest.facts or guest.waiting or guest.kept):
+            del self._units[unit]
 
     def pop(self, unit: int) -> GuestUnit | None:
         """Give up a unit: it is committed, or owned here now."""

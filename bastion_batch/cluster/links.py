@@ -109,10 +109,12 @@ class LocalLink:
 
     def report(self, report: WorkerReport) -> None:
         """Send progress; `directions` has the answer."""
-        self._directions = self._coordinator.report(self._attempt, report, self._clock())
+        answer = self._coordinator.report(self._attempt, report, self._clock())
+        before = self._directions
+        self._directions = answer if before is None else before.followed_by(answer)
 
     def directions(self) -> Directions | None:
-        """The answer to the last report, once."""
+        """The answers to the reports since the last call, as one."""
         directions, self._directions = self._directions, None
         return directions
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from bastion_batch.cluster.engines import DecodingEngine
 from bastion_batch.cluster.faults import REFUSALS
+from bastion_batch.core.lengths import RowFacts
 from bastion_batch.records import (
     Completion,
     Exported,
@@ -31,6 +32,7 @@ class Finished(NamedTuple):
 
     unit: int
     outcome: Outcome
+    facts: RowFacts
 
 
 class Refusal(NamedTuple):
@@ -41,10 +43,22 @@ class Refusal(NamedTuple):
     fault: RowFault
 
 
+class LiveRow(NamedTuple):
+    """A row in the engine, or queued there."""
+
+    unit: int
+    row: Prefix
+    """As it entered."""
+    facts: RowFacts
+    num_tokens: int
+    """Output tokens now."""
+
+
 @dataclass(slots=True)
 class _Live:
     unit: int
     row: Prefix
+    facts: RowFacts
     at: float
     step: int
     num_strikes: int = 0
@@ -57,7 +71,7 @@ class LiveRows:
         self, engine: DecodingEngine, worker: str, attempt: int, clock: Callable[[], float]
     ) -> None:
         self._engine = engine
-        self._me = Stretch(worker, attempt, str(engine.info.device), 0)
+        self._me = Stretch(worker, attempt, str(engine.info.device), 0, str(engine.info.dtype))
         self._clock = clock
         self._rows: dict[RowKey, _Live] = {}
 
@@ -67,19 +81,21 @@ class LiveRows:
     def __contains__(self, key: RowKey) -> bool:
         return key in self._rows
 
-    def rows(self) -> Iterator[tuple[int, Prefix]]:
-        """The unit of each row, and the row as it entered."""
-        return ((live.unit, live.row) for live in self._rows.values())
+    def rows(self) -> Iterator[LiveRow]:
+        """Every row as it is now."""
+        num_tokens = self._engine.num_tokens()
+        for key, live in self._rows.items():
+            yield LiveRow(live.unit, live.row, live.facts, num_tokens.get(key, live.row.num_tokens))
 
     def of_unit(self, unit: int) -> list[RowKey]:
         """The rows of one unit."""
         return [key for key, live in self._rows.items() if live.unit == unit]
 
-    def add(self, unit: int, row: Prefix) -> None:
+    def add(self, unit: int, row: Prefix, facts: RowFacts) -> None:
         """Put a row into the engine, to go on after the tokens it has."""
         if row.stretches and row.stretches[-1].attempt != self._me.attempt:
             row = replace(row, num_migrations=row.num_migrations + 1)
-        self._rows[row.key] = _Live(unit, row, self._clock(), self._engine.totals.num_steps)
+        self._rows[row.key] = _Live(unit, row, facts, self._clock(), self._engine.totals.num_steps)
         self._engine.add(row.exported if row.num_tokens else row.exported.request)
 
     def step(self) -> list[Finished | Refusal]:
@@ -120,7 +136,7 @@ class LiveRows:
             if row is None:
                 continue
             strikes = 0 if row.num_tokens > live.row.num_tokens else live.num_strikes + 1
-            self.add(live.unit, row)
+            self.add(live.unit, row, live.facts)
             if strikes == MAX_STRIKES:
                 return key
             self._rows[key].num_strikes = strikes
@@ -137,7 +153,7 @@ class LiveRows:
             stretches=self._stretches(live, len(completion.records)),
             num_migrations=live.row.num_migrations,
         )
-        return Finished(live.unit, outcome)
+        return Finished(live.unit, outcome, live.facts)
 
     def _prefix(self, live: _Live, exported: Exported) -> Prefix:
         stretches = self._stretches(live, len(exported.records))

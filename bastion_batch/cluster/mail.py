@@ -16,6 +16,7 @@ made up for by the next `Ask`. Input columns never travel: they are the owner's.
 
 from typing import NamedTuple
 
+from bastion_batch.core.lengths import RowFacts
 from bastion_batch.records import Outcome, Prefix, RowFault, RowKey
 
 
@@ -27,6 +28,8 @@ class Task(NamedTuple):
     owner: int
     """The attempt that its outcome goes to."""
     row: Prefix
+    facts: RowFacts
+    """What tells of its length."""
 
 
 class Outcomes(NamedTuple):

@@ -6,7 +6,11 @@ The coordinator's process imports neither torch nor pyarrow.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from bastion_batch.core.lengths import LengthSums, RowFacts
+from bastion_batch.core.orders import Backlog, Orders, WorkerView
 from bastion_batch.records import End, EngineTotals
+
+NO_BACKLOG = Backlog(0, 0.0)
 
 
 class Suspect(NamedTuple):
@@ -73,16 +77,28 @@ class UnitSummary(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A row that a worker has: in its engine, or ended and kept for its owner."""
+    """A row that a worker has: in its engine, waiting for it, or ended and kept for its owner."""
 
     row_id: str
     sample_index: int
     unit: int
     epoch: int
     num_tokens: int
-    """Output tokens that it is known to have: those with which it entered the engine."""
+    """Output tokens that it has now."""
     live: bool
-    """Whether the engine has it."""
+    """Whether the engine has it, decoding it or about to."""
+    num_prompt_tokens: int = 0
+    facts: RowFacts | None = None
+    """What tells of its length; None once it has ended."""
+
+
+class Owned(NamedTuple):
+    """A unit that a worker owns, as far as it knows."""
+
+    unit: int
+    epoch: int
+    num_terminal: int = 0
+    """Its outputs that are terminal: part of `WorkerReport.num_uncommitted`."""
 
 
 class Refused(NamedTuple):
@@ -111,6 +127,12 @@ class WorkerReport(NamedTuple):
     faults: tuple[FaultCount, ...] = ()
     """Of the units still open."""
     refused: tuple[Refused, ...] = ()
+    owned: tuple[Owned, ...] = ()
+    """The units that the sender has open."""
+    backlog: Backlog = NO_BACKLOG
+    """Rows of those that wait to start."""
+    lengths: LengthSums = {}  # noqa: RUF012 - never changed
+    """Of rows at the sender, whoever owns them, since its attempt began; empty if as before."""
 
 
 class Ownership(NamedTuple):
@@ -121,39 +143,38 @@ class Ownership(NamedTuple):
     attempt: int
 
 
-class Move(NamedTuple):
-    """To the owner of a unit: have this row decoded by that attempt, which may be the owner."""
-
-    unit: int
-    row_id: str
-    sample_index: int
-    to: int
-
-
 class Directions(NamedTuple):
     """The coordinator's answer to a report.
 
     It follows from the report and from the coordinator's state alone, so that one that is lost
-    or late does no harm: the next one says it again. Moves are said once.
+    or late does no harm: the next one says it again. The moves and shares of `orders` are said
+    once.
     """
 
     drain: bool = False
-    """Journal what there is, commit what is complete, and end."""
+    """Move what is to move, journal what there is, commit what is complete, and end."""
     may_commit_faults: bool = False
     """Whether units with row faults may be committed: the breaker has not tripped and cannot."""
     lost: tuple[int, ...] = ()
-    """Those of `away_at` that are gone: their rows are the owner's to decode again."""
+    """Those of `away_at` that are gone or sick: their rows are the owner's to decode again."""
     owners: tuple[Ownership, ...] = ()
-    """New owners of units of which the sender has rows."""
+    """New owners of units that the sender owned, or of which it has rows."""
     released: tuple[int, ...] = ()
-    """Committed units of which the sender has rows: nobody needs them."""
-    moves: tuple[Move, ...] = ()
+    """Committed units of which the sender has something: nobody needs it."""
     hopeless: tuple[Refused, ...] = ()
     """Refused rows that no other worker is left to try."""
+    orders: Orders = Orders()
+    """What the balance of the job asks of the sender."""
 
     def followed_by(self, newer: "Directions") -> "Directions":
         """Both as one: all that is said once, and otherwise the newer."""
-        return newer._replace(moves=self.moves + newer.moves)
+        before, after = self.orders, newer.orders
+        orders = after._replace(
+            moves=before.moves + after.moves,
+            shares=before.shares + after.shares,
+            model=after.model or before.model,
+        )
+        return newer._replace(orders=orders)
 
 
 class AttemptRecord(NamedTuple):
@@ -169,6 +190,10 @@ class AttemptRecord(NamedTuple):
     """Units it committed."""
     num_finished: int = 0
     """Outputs that it finished by decoding."""
+    view: WorkerView | None = None
+    """How fast it is known to be."""
+    num_running: int = 0
+    """Rows in its engine."""
 
 
 class Progress(NamedTuple):
@@ -193,6 +218,11 @@ class Progress(NamedTuple):
     speedup: float | None
     """Over plain decoding, measured; None until both have been."""
     eta_seconds: float | None
+    """Until the job is done, its tail included."""
+    tail_seconds: float | None = None
+    """Part of that after the last row has started."""
+    cost: float | None = None
+    """Dollars, of this invocation's workers that have a price; None if none has."""
     failure: str | None = None
     """Why the job must stop: nearly every row fails, and of the same fault."""
 
@@ -215,6 +245,7 @@ class Placed(NamedTuple):
     worker: str
     attempt: int
     place: Place
+    node_id: str
 
 
 class Ended(NamedTuple):

@@ -6,13 +6,15 @@ safe, in the journal or in the unit's file: `acknowledged` says once which outco
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from bastion_batch.cluster.facts import facts_of
 from bastion_batch.cluster.faults import is_poison, poison
 from bastion_batch.cluster.messages import FaultCount, Lease, Refused, UnitSummary
 from bastion_batch.cluster.places import Places
 from bastion_batch.config import JobConfig
+from bastion_batch.core.lengths import FactColumns, RowFacts
 from bastion_batch.core.noise import row_key
 from bastion_batch.io.commit import commit_unit
 from bastion_batch.io.journal import Entry, Journaled
@@ -43,6 +45,7 @@ class Owner(NamedTuple):
     worker: str
     attempt: int
     device: str
+    dtype: str
     job: JobConfig
     plan: Plan
     store: Store
@@ -72,9 +75,17 @@ class OpenUnit:
             owner.worker,
             owner.attempt,
             owner.device,
+            dtype=owner.dtype,
             only=None if self._retried is None else self._retried.again,
         )
         self._num_outputs = len(self._builder.row_keys())
+        source = owner.job.input
+        column = rows.table.column(source.prompt or source.messages)
+        self._facts = facts_of(
+            column.to_pylist(),
+            owner.job.decoding.max_new_tokens,
+            are_chats=source.messages is not None,
+        )
         self._ends = _all_ends(lease, journaled)
         self._ends_to_journal = {(s.row_id, s.sample_index) for s in lease.suspects}
         self._to_journal: dict[RowKey, Outcome] = {}
@@ -126,6 +137,15 @@ class OpenUnit:
         """About what the unit holds in memory."""
         return self._rows.table.nbytes + self._num_outcome_bytes
 
+    @property
+    def has_siblings(self) -> bool:
+        """Whether its rows have several samples each."""
+        return self._owner.plan.samples_per_row > 1
+
+    def is_suspect(self, key: RowKey) -> bool:
+        """Whether a sample was in an engine when it ended."""
+        return bool(self._ends.get(key))
+
     def faults(self) -> list[FaultCount]:
         """Its row faults so far, by kind."""
         return [
@@ -138,11 +158,19 @@ class OpenUnit:
         places = self.places
         return [Refused(self.number, *key, tuple(places.refusals[key])) for key in places.parked]
 
-    # Its rows, on their way to an engine
+    def facts(self, key: RowKey) -> RowFacts:
+        """What tells of the length of a sample's output."""
+        i = self._positions[key[0]]
+        groups_N, sizes_N, limits_N = self._facts
+        return RowFacts(int(groups_N[i]), float(sizes_N[i]), int(limits_N[i]))
 
-    def next_row(self) -> Prefix | None:
-        """Take the next unfed sample out; None if its row is at fault, and so ends here."""
-        return self.take(next(iter(self.places.unfed)))
+    def facts_of(self, keys: Sequence[RowKey]) -> FactColumns:
+        """The same of many samples."""
+        positions = [self._positions[row_id] for row_id, _ in keys]
+        groups_N, sizes_N, limits_N = self._facts
+        return FactColumns(groups_N[positions], sizes_N[positions], limits_N[positions])
+
+    # Its rows, on their way to an engine
 
     def next_suspect(self) -> Prefix | None:
         """Take the next suspect out, to be decoded alone; None if its row is at fault."""
@@ -186,12 +214,15 @@ class OpenUnit:
 
     # Their outcomes
 
-    def add(self, outcome: Outcome, sender: int | None = None) -> None:
-        """Take an outcome, unless there is one; `sender` keeps it until told that it is safe."""
+    def add(self, outcome: Outcome, sender: int | None = None) -> bool:
+        """Take an outcome, unless there is one; `sender` keeps it until told that it is safe.
+
+        Returns whether it was taken.
+        """
         if sender is not None:
             self._owed.setdefault(outcome.key, set()).add(sender)
         if not self.places.settle(outcome.key):
-            return
+            return False
         done = outcome.completion
         self._builder.add(done, outcome.num_migrations, outcome.stretches)
         if done.fault is None:  # a fault is found again, or is gone with what caused it
@@ -201,6 +232,7 @@ class OpenUnit:
         )
         if done.fault is not None:
             self._count_fault(done.fault)
+        return True
 
     def give_up(self, key: RowKey) -> None:
         """Nobody is left to try a refused sample: the last refusal is its outcome."""
@@ -232,6 +264,10 @@ class OpenUnit:
         outcomes = [Entry(self.number, key, what) for key, what in self._to_journal.items()]
         ends = [Entry(self.number, key, self._ends[key]) for key in self._ends_to_journal]
         return outcomes + ends
+
+    def unsafe_outcomes(self) -> list[Outcome]:
+        """Outcomes that are in no file."""
+        return list(self._to_journal.values())
 
     def prefixes_to_journal(self) -> list[Entry]:
         """The tokens of samples without an outcome, as far as they are known here."""

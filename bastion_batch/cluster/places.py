@@ -43,6 +43,7 @@ class Places:
         self.parked: dict[RowKey, None] = {}
         self.refusals: dict[RowKey, dict[int, RowFault]] = {}
         """Why which attempts have refused a sample, wherever it is now."""
+        self._returned: list[RowKey] = []
         self._open = set(self.unfed)
         self._saved = {key: tokens for key, tokens in saved.items() if key in self._open}
         self._isolated = {key for key, engines in ends.items() if is_isolated(engines)}
@@ -76,6 +77,11 @@ class Places:
         """Whether a sample may be decoded elsewhere: suspects are decoded here, alone."""
         return key in self._open and key not in self._isolated
 
+    def take_returned(self) -> list[RowKey]:
+        """Samples that came to be unfed again since the last call; some may be so no longer."""
+        returned, self._returned = self._returned, []
+        return returned
+
     def settle(self, key: RowKey) -> bool:
         """The sample has an outcome; false if it had one before."""
         is_new = key in self._open
@@ -92,11 +98,11 @@ class Places:
         return is_here
 
     def put_back(self, row: Prefix) -> None:
-        """The sample is to be decoded here, before the others."""
+        """The sample is to be decoded here, unless it goes elsewhere again."""
         self._leave(row.key)
         if row.key in self._open:
             self.remember(row)
-            self._first(row.key)
+            self._wait(row.key)
 
     def remember(self, row: Prefix) -> None:
         """Keep a sample's tokens, unless more of them are known."""
@@ -114,7 +120,7 @@ class Places:
         """Those of these samples that are away are there no longer."""
         for key in [key for key in keys if key in self.away]:
             self._leave(key)
-            self._first(key)
+            self._wait(key)
 
     def adopt(self, key: RowKey) -> None:
         """The sample is in this worker's engine."""
@@ -128,11 +134,12 @@ class Places:
             self.refusals.setdefault(row.key, {})[attempt] = fault
             self.parked[row.key] = None
 
-    def _first(self, key: RowKey) -> None:
+    def _wait(self, key: RowKey) -> None:
         if key in self._isolated:
             self.suspects[key] = None
         else:
-            self.unfed = {key: None, **self.unfed}
+            self.unfed[key] = None
+            self._returned.append(key)
 
     def _leave(self, key: RowKey) -> None:
         for place in (self.unfed, self.suspects, self.parked, self.away, self.destinations):

@@ -31,6 +31,7 @@ from bastion_batch.records import (
     Exported,
     Request,
     RowFault,
+    RowKey,
     StepRecord,
     StepTiming,
 )
@@ -171,6 +172,10 @@ class ScriptedEngine:
                     return row.exported
         raise ValueError(f"row {row_id}, sample {sample_index}: neither waiting nor live")
 
+    def num_tokens(self) -> dict[RowKey, int]:
+        """Output tokens so far of every row."""
+        return {row.key: row.num_done for row in (*self._rows, *self._waiting)}
+
     def step(self) -> list[Completion]:
         """Prefill the rows that enter, and commit two tokens of every other."""
         entering = [
@@ -216,6 +221,7 @@ class ScriptedEngine:
                 num_nodes=TOKENS_PER_STEP * num_rows,
                 num_prefill_tokens=timing.prefill_tokens,
                 step_seconds=self._step_seconds,
+                predicted_seconds=self._step_seconds,
                 plain_steps=1,
                 plain_tokens=num_rows,
                 plain_seconds=self._step_seconds,
@@ -323,9 +329,17 @@ class ScriptedEngines:
             raise ModelError(f"target {job.model.target}: only 'scripted' has no model")
         return TargetFiles("scripted", Path(), "scripted-1")
 
+    def known_probe(self, job: JobConfig) -> str | None:
+        """There is no drafter."""
+        return None
+
     def load_tokenizer(self, target: TargetFiles) -> LetterTokenizer:
         """One token per byte."""
         return LetterTokenizer()
+
+    def auto_dtype(self, device: str) -> str:
+        """There are no numbers to be of any."""
+        return ScriptedInfo().dtype
 
     def build(self, job: JobConfig, device: str, share: NodeShare) -> ScriptedEngine:
         """An engine at this pace."""

@@ -53,10 +53,6 @@ class CoordinatorService:
         """See `Coordinator.dismiss`."""
         self._coordinator.dismiss(attempt)
 
-    def move(self, unit: int, row_id: str, sample_index: int, to: int) -> bool:
-        """See `Coordinator.move`."""
-        return self._coordinator.move(unit, row_id, sample_index, to)
-
     def stuck(self, no_progress_seconds: float) -> list[int]:
         """See `Coordinator.stuck`."""
         return self._coordinator.stuck(time.monotonic(), no_progress_seconds)

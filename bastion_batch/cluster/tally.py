@@ -1,4 +1,4 @@
-"""How far a job is and how fast it goes: sums over the reports of its workers."""
+"""How far a job is and how fast it goes: what the reports of its workers come to."""
 
 from array import array
 from collections import deque
@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bastion_batch.cluster.messages import AttemptRecord, Progress, WorkerReport
+from bastion_batch.core.orders import Eta, Running, Status, WorkerView
+from bastion_batch.core.rates import RateSample
 from bastion_batch.records import EngineTotals, measured_speedup
 
 RATE_WINDOW_SECONDS = 30.0
+RATE_STEP_SECONDS = 0.5
 NO_REPORT = WorkerReport(EngineTotals(), 0, 0, 0)
 
 
@@ -20,8 +23,6 @@ class Attempt:
     worker: str
     number: int
     info: Mapping[str, Any]
-    progressed_at: float
-    """When its step count last rose, or it had nothing to decode."""
     live: bool = True
     leaving: bool = False
     """Whether it was told to end by itself."""
@@ -29,8 +30,7 @@ class Attempt:
     units: set[int] = field(default_factory=set)
     num_committed_units: int = 0
 
-    @property
-    def record(self) -> AttemptRecord:
+    def record(self, view: WorkerView | None) -> AttemptRecord:
         """What others may know of it."""
         return AttemptRecord(
             worker=self.worker,
@@ -40,6 +40,8 @@ class Attempt:
             counts=self.report.counts,
             num_units=self.num_committed_units,
             num_finished=self.report.num_finished,
+            view=view,
+            num_running=sum(row.live for row in self.report.rows),
         )
 
 
@@ -58,6 +60,11 @@ class UnitCounts:
         """Of the outputs that this invocation committed."""
         for unit in done:
             self.finish(unit)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every unit is committed."""
+        return self.num_units_done == self.num_units
 
     def is_done(self, unit: int) -> bool:
         """Whether the unit is committed."""
@@ -82,6 +89,7 @@ def progress_of(
     *,
     elapsed_seconds: float,
     tokens_per_second: float | None,
+    eta: Eta | None,
     failure: str | None,
 ) -> Progress:
     """A snapshot of the whole job."""
@@ -103,7 +111,8 @@ def progress_of(
         tokens_per_step=counts.tokens_per_step,
         mean_nodes=counts.mean_nodes,
         speedup=measured_speedup(a.report.counts for a in attempts),
-        eta_seconds=_eta_seconds(attempts, units.num_outputs - num_done, tokens_per_second),
+        eta_seconds=None if eta is None else eta.seconds,
+        tail_seconds=None if eta is None else eta.tail_seconds,
         failure=failure,
     )
 
@@ -113,21 +122,32 @@ def num_tokens(attempts: Collection[Attempt]) -> int:
     return sum(attempt.report.counts.num_committed for attempt in attempts)
 
 
-def _eta_seconds(attempts: Collection[Attempt], num_left: int, rate: float | None) -> float | None:
-    """The tokens that the outputs left will need, at the recent rate.
-
-    Tokens of rows still in flight count as part of that need already met.
-    """
-    reports = [attempt.report for attempt in attempts]
-    num_finished = sum(report.num_finished for report in reports)
-    if not rate or not num_finished:
-        return None
-    finished_tokens = sum(report.num_finished_tokens for report in reports)
-    in_flight_tokens = sum(
-        a.report.counts.num_committed - a.report.num_finished_tokens for a in attempts if a.live
+def status_of(report: WorkerReport, before: WorkerReport) -> Status:
+    """What the balance of the job needs of a report that follows another one."""
+    return Status(
+        running=[
+            Running(r.unit, (r.row_id, r.sample_index), r.num_tokens, r.num_prompt_tokens, r.facts)
+            for r in report.rows
+            if r.facts is not None
+        ],
+        backlog=report.backlog,
+        sample=_sample(report.counts, before.counts),
+        lengths=report.lengths,
+        num_steps=report.counts.num_steps,
     )
-    tokens_left = num_left * finished_tokens / num_finished - max(in_flight_tokens, 0)
-    return max(tokens_left, 0.0) / rate
+
+
+def _sample(now: EngineTotals, before: EngineTotals) -> RateSample | None:
+    """How fast the steps between two reports went, or None if there were none."""
+    num_steps = now.num_steps - before.num_steps
+    if not num_steps:
+        return None
+    return RateSample(
+        batch=(now.num_row_steps - before.num_row_steps) / num_steps,
+        seconds=now.step_seconds - before.step_seconds,
+        tokens=now.num_committed - before.num_committed,
+        prefill_tokens=now.num_prefill_tokens - before.num_prefill_tokens,
+    )
 
 
 class Rate:
@@ -137,9 +157,13 @@ class Rate:
         self._window_seconds = window_seconds
         self._points: deque[tuple[float, int]] = deque()
 
+    def wants(self, now: float) -> bool:
+        """Whether the last count is old enough for another one."""
+        return not self._points or now - self._points[-1][0] >= RATE_STEP_SECONDS
+
     def add(self, now: float, total: int) -> None:
         """The count was this at this time."""
-        if self._points and now - self._points[-1][0] < 0.5:
+        if not self.wants(now):
             return
         self._points.append((now, total))
         while now - self._points[0][0] > self._window_seconds:

@@ -24,10 +24,12 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from bastion_batch.cluster.dtype import settle_dtype
 from bastion_batch.cluster.engines import EngineSource, as_mapping
 from bastion_batch.cluster.exchange import Exchange
 from bastion_batch.cluster.feeder import Feeder
@@ -36,10 +38,20 @@ from bastion_batch.cluster.links import Link
 from bastion_batch.cluster.live_rows import Finished, LiveRows
 from bastion_batch.cluster.logs import log_to_file
 from bastion_batch.cluster.mail import Mail
-from bastion_batch.cluster.messages import Directions, Done, Lease, Place, Wait, WorkerReport
+from bastion_batch.cluster.messages import (
+    Directions,
+    Done,
+    Lease,
+    Owned,
+    Place,
+    Wait,
+    WorkerReport,
+)
 from bastion_batch.cluster.node import NodeShare
 from bastion_batch.cluster.open_unit import OpenUnit, Owner
+from bastion_batch.cluster.pools import Pool
 from bastion_batch.config import JobConfig
+from bastion_batch.core.lengths import LengthSums, LengthTally, RowFacts
 from bastion_batch.errors import OutputError
 from bastion_batch.io.journal import Journal, JournalReader
 from bastion_batch.io.layout import ATTEMPTS_PER_INVOCATION
@@ -54,7 +66,9 @@ from bastion_batch.versions import require_versions
 
 REPORT_SECONDS = 1.0
 ENTERING_REPORT_SECONDS = 0.1
-"""Rows that enter the engine without having waited are reported sooner: they may end it."""
+"""Rows that enter the engine in an attempt's first seconds are reported sooner: what ended an
+earlier attempt comes first, and may end this one."""
+FIRST_SECONDS = 5.0
 IDLE_SECONDS = 0.2
 
 logger = logging.getLogger(__name__)
@@ -78,14 +92,22 @@ class WorkerSpec:
     steps: str
     """Which steps this invocation records."""
     device: str
-    workers_on_node: int
-    """Workers that share this one's cores."""
+    workers_on_node: int | None
+    """Workers that share this one's cores; None if that was not known beforehand."""
+    pool: Pool | None = None
+    """The pool that it belongs to; `job` is the pool's."""
     versions: Mapping[str, str] | None = None
     """The driver's, which this process must have too."""
     before_data: Callable[[], None] | None = None
     """Called between a unit's steps file and its data file: tests end the process there."""
     retry: Retry | None = None
     """Rows that failed, to be decoded again in units that are committed."""
+
+
+class _Standing(NamedTuple):
+    unit: int
+    complete: bool
+    num_parked: int
 
 
 class Worker:
@@ -113,6 +135,10 @@ class Worker:
         """Rows that may be why the engine ends; None: all that are in it."""
         self._num_finished = 0
         self._num_finished_tokens = 0
+        self._lengths = LengthTally()
+        self._told_lengths: LengthSums = {}
+        self._told_standing: tuple[_Standing, ...] = ()
+        self._started_at = 0.0
         self._asked = False
         self._ask_again_at = 0.0
         self._reported_at = 0.0
@@ -164,7 +190,8 @@ class Worker:
         spec = self._spec
         share = NodeShare.of(spec.job.workers.threads, spec.workers_on_node, spec.device)
         logger.info("attempt %d: loading %s", spec.attempt, spec.job.model.target)
-        self._engine = self._engines.build(spec.job, spec.device, share)
+        job = settle_dtype(spec.job, self._store, lambda: self._engines.auto_dtype(spec.device))
+        self._engine = self._engines.build(job, spec.device, share)
         self._live = LiveRows(self._engine, spec.worker, spec.attempt, self._clock)
         self._exchange = Exchange(spec.attempt, self._link, self._live, self._clock)
         journal = Journal(self._store, plan, spec.worker, spec.attempt)
@@ -175,6 +202,7 @@ class Worker:
             worker=spec.worker,
             attempt=spec.attempt,
             device=str(self._engine.info.device),
+            dtype=str(self._engine.info.dtype),
             job=spec.job,
             plan=plan,
             store=self._store,
@@ -185,11 +213,13 @@ class Worker:
         info = {
             **as_mapping(self._engine.info),
             **Place(socket.gethostname(), os.getpid())._asdict(),
+            **(spec.pool.note_on(str(self._engine.info.device)) if spec.pool else {}),
         }
         logger.info("attempt %d: ready on %s", spec.attempt, info["device"])
         self._link.register(spec.worker, info)
         self._reader = self._resources.enter_context(UnitReader(plan))
         self._started = True
+        self._started_at = self._clock()
 
     def turn(self) -> bool:
         """Read, lease, feed, step, commit, journal, report. False when there is no more to do."""
@@ -201,8 +231,8 @@ class Worker:
             return False
         if self._done is not None and not self._exchange.open:
             return False
-        if self._feeder.feed():
-            self._report_when_due(0.0 if self._feeder.has_suspect else ENTERING_REPORT_SECONDS)
+        self._exchange.serve_shares()
+        self._report_entering(self._feeder.feed())
         if self._engine.has_work:
             self._step()
         elif not self._asked:
@@ -253,27 +283,30 @@ class Worker:
         self._exchange.ask_after_absent()
 
     def _lease(self) -> None:
-        """Keep one lease asked for while the engine could soon use its rows."""
-        while self._done is None and not self._told_to_end:
-            if not self._asked:
-                if not self._feeder.wants_unit or self._clock() < self._ask_again_at:
-                    return
-                self._link.ask()
-                self._asked = True
-            reply = self._link.answer(0.0 if self._engine.has_work else IDLE_SECONDS)
-            if reply is None:
+        """Keep one lease asked for while another unit is wanted; open at most one."""
+        if self._done is not None or self._told_to_end:
+            return
+        if not self._asked:
+            if not self._feeder.wants_unit or self._clock() < self._ask_again_at:
                 return
-            self._asked = False
-            match reply:
-                case Lease():
-                    self._open_unit(reply)
-                case Wait():
-                    self._ask_again_at = self._clock() + reply.seconds
-                case Done():
-                    self._done = reply
+            self._link.ask()
+            self._asked = True
+        reply = self._link.answer(0.0 if self._engine.has_work else IDLE_SECONDS)
+        if reply is None:
+            return
+        self._asked = False
+        match reply:
+            case Lease():
+                self._open_unit(reply)
+            case Wait():
+                self._ask_again_at = self._clock() + reply.seconds
+            case Done():
+                self._done = reply
 
     def _open_unit(self, lease: Lease) -> None:
         logger.debug("unit %d: opened, epoch %d", lease.unit, lease.epoch)
+        if lease.unit in self._exchange.open:
+            self._keeper.flush()  # it was taken from this worker and comes back
         rows = self._reader.read(lease.unit)
         invocation = self._spec.attempt - self._spec.attempt % ATTEMPTS_PER_INVOCATION
         before = invocation if lease.epoch == 1 else None  # of this one, nobody had it
@@ -291,20 +324,44 @@ class Worker:
         self._blamed = ()
         for result in results:
             if isinstance(result, Finished):
-                self._num_finished += 1
-                self._num_finished_tokens += result.outcome.completion.num_output_tokens
+                self._count(result)
         self._exchange.settle(results)
 
+    def _count(self, finished: Finished) -> None:
+        done = finished.outcome.completion
+        self._num_finished += 1
+        self._num_finished_tokens += done.num_output_tokens
+        if done.fault is None:
+            is_cut = done.finish_reason == "length"
+            model = self._exchange.waiting.model
+            self._lengths.add(finished.facts, done.num_output_tokens, model, cut=is_cut)
+
     # What goes out
+
+    def _report_entering(self, has_fed: bool) -> None:
+        """Name the rows that may end the engine at the next step, where one is likely to."""
+        if self._feeder.fed_suspect:
+            self._report_when_due(0.0)
+        elif has_fed and self._clock() - self._started_at < FIRST_SECONDS:
+            self._report_when_due(ENTERING_REPORT_SECONDS)
 
     def _report_when_due(self, seconds: float = REPORT_SECONDS) -> None:
         """Report if the last report is this old; when held up by what it will say, sooner."""
         now = self._clock()
-        held_up = not self._engine.has_work and bool(self._exchange.open)
-        if now - self._reported_at >= (min(seconds, IDLE_SECONDS) if held_up else seconds):
+        age = now - self._reported_at
+        is_held_up = not self._engine.has_work and self._standing() != self._told_standing
+        if age >= seconds or (is_held_up and age >= IDLE_SECONDS):
             self._reported_at = now
+            self._told_standing = self._standing()
             self._require_progress()
             self._link.report(self._report())
+
+    def _standing(self) -> tuple[_Standing, ...]:
+        """What the coordinator must know of the open units before they can be done."""
+        return tuple(
+            _Standing(unit.number, unit.complete, len(unit.places.parked))
+            for unit in self._exchange.open.values()
+        )
 
     def _require_progress(self) -> None:
         seconds = self._spec.job.limits.no_progress_seconds
@@ -314,8 +371,10 @@ class Worker:
             raise StalledRow(f"row {stalled[0]}: no token in {2 * seconds:.0f} s of steps")
 
     def _report(self) -> WorkerReport:
-        units = self._exchange.open.values()
-        rows = tuple(self._exchange.in_flight())
+        exchange = self._exchange
+        units = exchange.open.values()
+        rows = tuple(exchange.in_flight())
+        live = [(row.facts, row.num_tokens) for row in rows if row.live and row.facts]
         return WorkerReport(
             counts=self._engine.totals,
             num_uncommitted=sum(unit.num_terminal for unit in units),
@@ -325,4 +384,15 @@ class Worker:
             away_at=tuple({attempt for unit in units for attempt in unit.places.away.values()}),
             faults=tuple(fault for unit in units for fault in unit.faults()),
             refused=tuple(row for unit in units for row in unit.refused()),
+            owned=tuple(Owned(u.number, u.lease.epoch, u.num_terminal) for u in units),
+            backlog=exchange.waiting.backlog(),
+            lengths=self._new_lengths(live),
         )
+
+    def _new_lengths(self, live: Sequence[tuple[RowFacts, int]]) -> LengthSums:
+        """What lengths come to; empty if the last report has said it."""
+        sums = self._lengths.sums(live, self._exchange.waiting.model, self._clock())
+        if sums is self._told_lengths:
+            return {}
+        self._told_lengths = sums
+        return sums

@@ -19,7 +19,7 @@ from bastion_batch.engine.drafters import Drafter
 from bastion_batch.engine.memory import CacheFull
 from bastion_batch.engine.row import Row
 from bastion_batch.engine.step import Work
-from bastion_batch.records import RowFault
+from bastion_batch.records import RowFault, RowKey
 
 TREE_SLACK = 64
 """Tokens of trees that a row has room for from the start, if there is a drafter."""
@@ -79,6 +79,13 @@ class Batch:
             self._waiting.popleft()
             self._join(row)
         self.share_prompts()
+
+    def num_tokens(self) -> dict[RowKey, int]:
+        """Output tokens so far of every row, live or waiting."""
+        return {
+            (row.request.row_id, row.request.sample_index): len(row.output_ids)
+            for row in (*self.live, *self._waiting)
+        }
 
     def decoding(self) -> list[Row]:
         """Live rows whose prompt is in the cache."""

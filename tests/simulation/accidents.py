@@ -31,6 +31,8 @@ class Accidents:
         ]
         drawn = [self._random.choice(kinds) for _ in range(settings.num_accidents)]
         drawn += [self.move_row] * settings.num_moves
+        doubts = [self.take_unit_back, self.think_sick]
+        drawn += [self._random.choice(doubts) for _ in range(settings.num_doubts)]
         drawn += [self.kill_owner] * (0 if settings.kill_owners_at is None else 60)
         for accident in drawn:
             self._world.at(self._random.uniform(0.0, settings.scale * HORIZON_SECONDS), accident)
@@ -83,8 +85,35 @@ class Accidents:
             life, unit = self._random.choice(units)
             row_id, sample_index = self._random.choice(self._cluster.rows_of(unit))
             to = self._random.choice([m.attempt for m in members if m.life is life])
-            if _coordinator(life).move(unit, row_id, sample_index, to):
-                self._world.note("balance", f"{row_id}/{sample_index} to {to}")
+            assert life.balance is not None
+            life.balance.force(unit, (row_id, sample_index), to)
+            self._world.note("balance", f"{row_id}/{sample_index} to {to}")
+
+    def take_unit_back(self) -> None:
+        """An owner that works loses a unit to another, or to itself."""
+        owned = [
+            (m.life, row.unit) for m in self._members() for row in m.life.rows.get(m.attempt, ())
+        ]
+        if owned:
+            life, unit = self._random.choice(owned)
+            assert life.balance is not None
+            life.balance.force_back(unit)
+            self._world.note("balance", f"unit {unit} is taken back")
+
+    def think_sick(self) -> None:
+        """For a while a worker that works is believed to be sick, and its guests go elsewhere."""
+        members = self._members()
+        if members:
+            member = self._random.choice(members)
+            balance = member.life.balance
+            assert balance is not None
+            balance.sick_workers |= {member.attempt}
+
+            def recover() -> None:
+                balance.sick_workers -= {member.attempt}
+
+            self._world.note("balance", f"{member.attempt} seems sick")
+            self._world.at(self._world.later(3.0), recover)
 
     def kill_owner(self) -> None:
         """One whose rows others have, and that has acknowledged none, one or more of a unit."""

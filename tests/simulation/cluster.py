@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+from balances import MovingBalance
+
 from bastion_batch.cluster.coordinator import Coordinator
 from bastion_batch.cluster.faults import POISON_ENDS
 from bastion_batch.cluster.mail import Mail
@@ -64,6 +66,9 @@ class SimulatedEngines:
     def __init__(self, **settings: Any) -> None:
         self._settings = settings
 
+    def auto_dtype(self, device):
+        return "float32"
+
     def build(self, job, device, share):
         return SimulatedEngine(**self._settings)
 
@@ -74,6 +79,7 @@ class Life:
 
     process: Process
     coordinator: Coordinator | None = None
+    balance: MovingBalance | None = None
     gone: bool = False
     """Whether its workers have been told that it is dead."""
     ends_at: float | None = None
@@ -194,7 +200,12 @@ class Cluster:
         """What `Supervisor` does."""
         restarts = Restarts(self._settings.paces, number, rng=self.world.random.random)
         units = coordinator_units(plan)._asdict()
-        life.coordinator = coordinator = self.coordinator(**units, done=done)
+
+        def balance(**units: Any) -> MovingBalance:
+            life.balance = MovingBalance(**units)
+            return life.balance
+
+        life.coordinator = coordinator = self.coordinator(**units, done=done, balance=balance)
         while not coordinator.progress(self.world.now).finished:
             for name in restarts.due(self.world.now):
                 if life.ends_at is None:

@@ -41,6 +41,10 @@ class Post:
         self.world = world
         self.acknowledged_at_death: set[int] = set()
         """Of `OwnerOfAbsent` that died."""
+        self.num_tasks = 0
+        """Rows that were sent to another worker."""
+        self.num_continued = 0
+        """Those of them that had tokens."""
         self._memory = memory
         self._settings = settings
         self._sent: dict[tuple[int, int], dict[RowKey, bool]] = {}
@@ -57,12 +61,18 @@ class Post:
             Violation: what it says is not so.
         """
         if isinstance(mail, Task):
+            self.num_tasks += 1
+            self.num_continued += mail.row.num_tokens > 0
             self._sent.setdefault((attempt, mail.unit), {})[mail.row.key] = False
         if isinstance(mail, Ack):
             self._sent.setdefault((attempt, mail.unit), {}).update(dict.fromkeys(mail.keys, True))
             if self._is_open(mail.unit):
                 self.require_journaled(mail.unit, mail.keys, "acknowledged")
         return self.world.random.random() < self._settings.loss_rate
+
+    def repeats(self) -> bool:
+        """Whether a message arrives once more, long after, whatever came in between."""
+        return self.world.random.random() < self._settings.repeat_rate
 
     def owners_of_absent(self) -> Iterator[OwnerOfAbsent]:
         """Owners of open units of which not all rows sent away were acknowledged."""
@@ -136,6 +146,8 @@ class SimulatedLink:
         self._note("to", attempt, mail)
         if not self._post.loses(self._attempt, mail):
             self._send(attempt, lambda: self._life.deliver(attempt, mail))
+        if self._post.repeats():
+            self._world.at(self._world.later(2.0), lambda: self._life.deliver(attempt, mail))
 
     def close(self):
         self._process.wait(GOODBYE_SECONDS, lambda: not self._num_under_way)

@@ -40,6 +40,9 @@ class Ended(NamedTuple):
     """Method, folder and fault of the calls to storage that went wrong."""
     acknowledged_at_death: frozenset[int]
     """See `Post`."""
+    num_tasks: int
+    num_continued: int
+    """See `Post`."""
     noted: Sequence[Note]
 
 
@@ -92,5 +95,7 @@ def run(seed: int, directory: Path, kind: type[Cluster] = Cluster, **changes: An
         world.now,
         frozenset(cluster.storage.faults_met),
         frozenset(cluster.post.acknowledged_at_death),
+        cluster.post.num_tasks,
+        cluster.post.num_continued,
         world.noted,
     )

@@ -43,6 +43,8 @@ class Settings:
     """Of a message, on average."""
     loss_rate: float
     """Of messages between workers."""
+    repeat_rate: float
+    """How often one of them arrives a second time, later."""
     pause_rate: float
     """How often a process is held up before it calls storage."""
     pause: float
@@ -64,6 +66,8 @@ class Settings:
     num_accidents: int
     num_moves: int
     """Rows that are sent to another engine."""
+    num_doubts: int
+    """Owners that their balance believes to be stuck, and workers that it believes to be sick."""
     kill_owners_at: int | None
     """Owners are killed while others have rows of theirs, and this many, up to two, of those
     that were away have been acknowledged."""
@@ -83,6 +87,7 @@ def draw(random: Random, mode: Mode) -> Settings:
         harm={row_id(0, 1): "raise"} if random.random() < 0.15 else {},
         delay=random.choice([0.001, 0.05, 0.5]),
         loss_rate=random.choice([0.0, 0.0, 0.1]),
+        repeat_rate=random.choice([0.0, 0.0, 0.2]),
         pause_rate=0.5 if harsh else random.choice([0.0, 0.2]),
         pause=random.choice([0.05, 1.0]),
         hold_rate=0.5 if harsh else random.choice([0.0, 0.1]),
@@ -94,5 +99,6 @@ def draw(random: Random, mode: Mode) -> Settings:
         stale=random.random() < 0.3,
         num_accidents=6 if harsh else random.choice([0, 1, 3]),
         num_moves=60 if moving else random.choice([0, 5, 40]),
+        num_doubts=random.choice([0, 3, 12]),
         kill_owners_at=random.randint(0, 2) if moving else None,
     )
