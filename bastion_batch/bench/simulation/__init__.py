@@ -1,0 +1,1 @@
+"""A simulated cluster: token rates instead of GPUs, the product's own decisions, the time it takes."""
