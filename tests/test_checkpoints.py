@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from drafter_fixtures import PACKAGINGS
 from safetensors.numpy import load_file
 from tiny_gguf import CHAT_TEMPLATE, tiny_weights, write_tiny_checkpoint, write_tiny_gguf
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -283,11 +284,15 @@ class TestDrafters:
         with pytest.raises(ModelError, match="no built-in drafter for target"):
             resolve_drafter("default", str(checkpoint))
 
-    def test_directories_need_no_tokenizer(self, checkpoint):
-        (checkpoint / "tokenizer.json").unlink()
-        files = resolve_drafter(str(checkpoint), SMOLLM)
+    def test_directories_need_no_tokenizer(self, tmp_path):
+        path = PACKAGINGS["z-lab, old"]().write(tmp_path / "drafter")
+        files = resolve_drafter(str(path), SMOLLM)
         assert files is not None
-        assert files.path == checkpoint
+        assert files.path == path
+
+    def test_what_is_no_drafter_is_refused_before_anything_is_loaded(self, checkpoint):
+        with pytest.raises(ModelError, match=r"drafter .*architectures.*DFlash"):
+            resolve_drafter(str(checkpoint), SMOLLM)
 
     def test_unknown_names_are_refused(self):
         with pytest.raises(ModelError, match=r"drafter 'defualt'.*did you mean 'default'"):

@@ -16,6 +16,7 @@ from bastion_batch.engine import Engine
 from bastion_batch.engine.attention import AttentionPlan, PassRow
 from bastion_batch.engine.drafters import DraftRow, Marginals
 from bastion_batch.engine.drafters.dflash import NUM_RANKS, DFlashDrafter
+from bastion_batch.engine.drafters.loading import load_drafter
 from bastion_batch.engine.drafters.pending import PLACES_PER_ROW
 from bastion_batch.engine.target import Target
 from bastion_batch.errors import ModelError
@@ -160,7 +161,7 @@ def tensors():
 
 @pytest.fixture
 def drafter(target, tensors, tmp_path):
-    return DFlashDrafter.load(write_checkpoint(tmp_path / "drafter", tensors), target)
+    return load_drafter(write_checkpoint(tmp_path / "drafter", tensors), target)
 
 
 class Rows:
@@ -355,7 +356,7 @@ def test_the_engine_tells_the_drafter_all_it_should(tensors, tmp_path):
     """
     target, module = tiny_target("qwen3", vocab_size=13), tiny_module("qwen3", vocab_size=13)
     path = write_checkpoint(tmp_path / "drafter", tensors, edited(vocab_size=13))
-    recorder = Recorder(DFlashDrafter.load(path, target))
+    recorder = Recorder(load_drafter(path, target))
     engine = Engine(
         target, recorder, method="ddtree", nodes_per_row=30, max_batch=4, costs=fixed_costs(target)
     )
@@ -412,24 +413,25 @@ REFUSED = {
     "no mask id": (edited(dflash_config__mask_token_id=None), "mask_token_id"),
     "a mask id out of range": (edited(dflash_config__mask_token_id=VOCAB), "mask_token_id.*97"),
     "a negative mask id": (edited(dflash_config__mask_token_id=-1), "mask_token_id"),
-    "another architecture": (edited(architectures=["DFlash2DraftModel"]), "DFlash2DraftModel"),
+    "another architecture": (edited(architectures=["OtherModel"]), "OtherModel"),
     "no architecture": (edited(architectures=None), "architectures"),
     "a domino": (edited(dflash_config__projector_type="domino"), "projector_type"),
-    "a causal head": (edited(dflash_config__causal_head=True), "causal_head"),
-    "causal blocks": (edited(is_causal=True), "is_causal"),
-    "sliding windows": (
+    "windows that are switched off": (
         edited(
             layer_types=["sliding_attention", "full_attention"],
             sliding_window=64,
-            use_sliding_window=True,
+            use_sliding_window=False,
         ),
-        "sliding_attention",
+        "use_sliding_window",
     ),
-    "scaled embeddings": (edited(dflash_config__input_embedding_scale=2.0), "embedding_scale"),
-    "capped logits": (edited(final_logit_softcapping=20.0), "final_logit_softcapping"),
-    "scaled logits": (edited(dflash_config__output_multiplier=0.2), "output_multiplier"),
-    "scaled values": (edited(dflash_config__attention_value_scale=0.5), "attention_value_scale"),
-    "interleaved rotation": (edited(rope_is_neox_style=False), "neox"),
+    "too few layer types": (edited(layer_types=["full_attention"]), "layer_types"),
+    "unknown layer types": (edited(layer_types=["full_attention", "mamba"]), "mamba"),
+    "sinks": (edited(attention_sink_bias=True), "attention_sink_bias"),
+    "a head without a map": (edited(draft_vocab_size=40), "draft_vocab_size.*d2t"),
+    "half a rotation": (edited(partial_rotary_factor=0.25), "partial_rotary_factor"),
+    "another rope": (edited(rope_scaling={"rope_type": "longrope"}), "longrope"),
+    "no theta": (edited(rope_theta=None), "rope_theta"),
+    "no epsilon": (edited(rms_norm_eps=None), "rms_norm_eps"),
     "an unknown option": (edited(dflash_config__conv_kernel_size=2), "conv_kernel_size"),
     "a block of one": (edited(block_size=1), "block_size"),
     "a nested block of one": (edited(dflash_config__block_size=1), "block_size"),
@@ -443,21 +445,21 @@ def test_a_configuration_that_does_not_fit_is_refused_by_name(name, target, tens
     config, key = REFUSED[name]
     path = write_checkpoint(tmp_path / "drafter", tensors, config)
     with pytest.raises(ModelError, match=key):
-        DFlashDrafter.load(path, target)
+        load_drafter(path, target)
 
 
 @pytest.mark.parametrize("name", ["fc.weight", "norm.weight", "layers.1.self_attn.k_norm.weight"])
 def test_a_missing_tensor_is_named(name, target, tensors, tmp_path):
     rest = {key: value for key, value in tensors.items() if key != name}
     with pytest.raises(ModelError, match=f"missing.*{name}"):
-        DFlashDrafter.load(write_checkpoint(tmp_path / "drafter", rest), target)
+        load_drafter(write_checkpoint(tmp_path / "drafter", rest), target)
 
 
 @pytest.mark.parametrize("name", ["layers.2.mlp.gate_proj.weight", "markov_head.markov_w1"])
 def test_an_extra_tensor_is_named(name, target, tensors, tmp_path):
     more = {**tensors, name: torch.zeros(3)}
     with pytest.raises(ModelError, match=f"unclaimed.*{name}"):
-        DFlashDrafter.load(write_checkpoint(tmp_path / "drafter", more), target)
+        load_drafter(write_checkpoint(tmp_path / "drafter", more), target)
 
 
 @pytest.mark.parametrize(
@@ -477,7 +479,7 @@ def test_unreadable_files_are_named(name, content, match, target, tensors, tmp_p
     if content is not None:
         (path / name).write_text(content, encoding="utf-8")
     with pytest.raises(ModelError, match=match):
-        DFlashDrafter.load(path, target)
+        load_drafter(path, target)
 
 
 # What is read
@@ -495,12 +497,12 @@ def test_unreadable_files_are_named(name, content, match, target, tensors, tmp_p
 )
 def test_the_block_size_is_read_nested_first(config, depth, target, tensors, tmp_path):
     path = write_checkpoint(tmp_path / "drafter", tensors, config)
-    assert DFlashDrafter.load(path, target).depth == depth
+    assert load_drafter(path, target).depth == depth
 
 
 def test_an_old_mask_id_at_the_top_level_is_read(target, tensors, tmp_path):
     config = edited(dflash_config__mask_token_id=None, mask_token_id=11)
-    drafter = DFlashDrafter.load(write_checkpoint(tmp_path / "drafter", tensors, config), target)
+    drafter = load_drafter(write_checkpoint(tmp_path / "drafter", tensors, config), target)
     Rows(drafter).observe({1: 4})
     found = drafter.draft([DraftRow(1, [1] * 5, drafter.depth)])
     assert 11 not in found.token_ids_RDK[found.log_probs_RDK > -np.inf]
@@ -508,7 +510,7 @@ def test_an_old_mask_id_at_the_top_level_is_read(target, tensors, tmp_path):
 
 def test_harmless_options_are_accepted(target, tensors, tmp_path):
     config = edited(is_causal=False, use_cache=True, dflash_config__causal_head=False)
-    DFlashDrafter.load(write_checkpoint(tmp_path / "drafter", tensors, config), target)
+    load_drafter(write_checkpoint(tmp_path / "drafter", tensors, config), target)
 
 
 def test_a_narrow_drafter_proposes_the_first_tokens_only(drafter, tensors, target):

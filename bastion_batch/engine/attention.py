@@ -10,7 +10,7 @@ H query heads, G key-value heads, Q = H / G query heads per key-value head, D he
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,8 +21,10 @@ from torch import Tensor
 from bastion_batch.engine.cache import KVCache, Slot
 from bastion_batch.engine.transfer import to_device
 
-CALL_PAIRS = (4096, 262_144)
-"""(query, key) pairs that take as long as calling attention once more, on a CPU and on CUDA."""
+
+def call_pairs(device: torch.device) -> int:
+    """How many (query, key) pairs take as long as calling attention once more."""
+    return 262_144 if device.type == "cuda" else 4096
 
 
 class PassRow(NamedTuple):
@@ -32,6 +34,8 @@ class PassRow(NamedTuple):
     num_tokens: int
     visible: NDArray[np.bool_] | None
     """`[num_tokens, num_tokens]`, row n marks what token n sees; None for a causal chunk."""
+    oldest_T: NDArray[np.intp] | None = None
+    """The first context token that each token sees, `[num_tokens]`; None where all see all."""
 
 
 class _Batch(NamedTuple):
@@ -43,6 +47,14 @@ class _Batch(NamedTuple):
     pad_BT: Tensor | None  # token of the pass for every padded place; None if nothing is padded
     unpad_S: Tensor | None
     mask: Tensor | None  # additive, [B, 1, T * Q, K]; None if every token sees all keys
+
+
+class Attends(Protocol):
+    """How every layer of a pass attends."""
+
+    def attend(self, layer: int, queries_SHD: Tensor, keys_values: Tensor) -> Tensor:
+        """Store the tokens' keys and values `[S, 2, G, D]`, then attend: `[S, H * D]`."""
+        ...
 
 
 class AttentionPlan:
@@ -70,8 +82,7 @@ class AttentionPlan:
         self._num_padding = num_padding
         self._batches: list[_Batch] = []
         start = 0
-        call_pairs = CALL_PAIRS[cache.device.type == "cuda"]
-        for batch in _side_by_side(rows, call_pairs):
+        for batch in _side_by_side(rows, call_pairs(cache.device)):
             self._batches.append(_make_batch(cache, batch, start, num_q_heads))
             start = self._batches[-1].stop
 
@@ -120,7 +131,7 @@ def pass_order(slots: Sequence[Slot], is_prompt: Sequence[bool]) -> list[int]:
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _side_by_side(rows: Sequence[PassRow], call_pairs: int) -> list[list[PassRow]]:
+def _side_by_side(rows: Sequence[PassRow], pairs_per_call: int) -> list[list[PassRow]]:
     """Cut the rows into batches that lie side by side in the cache.
 
     A row joins the batch before it unless what both would be padded by costs more than a batch of
@@ -133,7 +144,7 @@ def _side_by_side(rows: Sequence[PassRow], call_pairs: int) -> list[list[PassRow
         both = (max(longest, size), max(most_keys, num_keys))
         if batches and _are_neighbours(batches[-1][-1], row):
             count = len(batches[-1])
-            apart = count * longest * most_keys + size * num_keys + call_pairs
+            apart = count * longest * most_keys + size * num_keys + pairs_per_call
             if (count + 1) * both[0] * both[1] <= apart:
                 batches[-1].append(row)
                 longest, most_keys = both
@@ -186,7 +197,8 @@ def _mask(
         own = np.tri(size, dtype=np.bool_) if row.visible is None else row.visible
         own_BTT[number, :size, :size] = own
         own_BTT[number, size:] = own_BTT[number, size - 1]
-    if own_BTT.all() and (contexts == contexts[0]).all():
+    has_windows = any(row.oldest_T is not None for row in rows)
+    if own_BTT.all() and (contexts == contexts[0]).all() and not has_windows:
         return None
     own = to_device(own_BTT, cache.device)
     beyond_BK = (
@@ -194,10 +206,25 @@ def _mask(
     )
     in_own = (beyond_BK >= 0) & (beyond_BK < longest)
     at = beyond_BK.clamp(0, longest - 1)[:, None, :].expand(-1, longest, -1)
-    visible = (beyond_BK < 0)[:, None, :] | (own.gather(2, at) & in_own[:, None, :])
+    visible = (beyond_BK < 0)[:, None, :]
+    if has_windows:
+        oldest_BT = to_device(_oldest(rows, longest), cache.device)
+        keys_K = torch.arange(num_keys, device=cache.device)
+        visible = visible & (keys_K >= oldest_BT[..., None])
+    visible = visible | (own.gather(2, at) & in_own[:, None, :])
     mask = torch.zeros(visible.shape, dtype=cache.dtype, device=cache.device)
     mask.masked_fill_(~visible, -torch.inf)
     return mask.repeat_interleave(fold, 1)[:, None]
+
+
+def _oldest(rows: list[PassRow], longest: int) -> NDArray[np.intp]:
+    """The first context token that each token of a padded batch sees, `[B, T]`."""
+    oldest_BT = np.zeros((len(rows), longest), np.intp)
+    for number, row in enumerate(rows):
+        if row.oldest_T is not None:
+            oldest_BT[number, : row.num_tokens] = row.oldest_T
+            oldest_BT[number, row.num_tokens :] = row.oldest_T[-1]
+    return oldest_BT
 
 
 def _attend(batch: _Batch, queries_SHD: Tensor, keys: Tensor, values: Tensor) -> Tensor:

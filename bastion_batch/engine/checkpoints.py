@@ -20,9 +20,11 @@ from bastion_batch.engine.builtin import (
     convert,
     find_gguf,
 )
+from bastion_batch.engine.drafters.formats import describe_directory
 from bastion_batch.engine.fingerprint import fingerprint_of_files
 from bastion_batch.engine.hub import fetch_config, fetch_model
 from bastion_batch.engine.model_cache import build_once, cache_dir, is_whole
+from bastion_batch.engine.weight_files import weight_files
 from bastion_batch.errors import ModelError
 
 __all__ = [
@@ -91,7 +93,7 @@ def resolve_drafter(name: str | None, target_name: str) -> ModelFiles | None:
     """Find the drafter for a target; None without one.
 
     Raises:
-        ModelError: naming the drafter and why it cannot be used.
+        ModelError: naming the drafter and why it cannot be used: the key, tensor or family.
     """
     if name is None:
         return None
@@ -99,7 +101,7 @@ def resolve_drafter(name: str | None, target_name: str) -> ModelFiles | None:
         return _default_drafter(target_name)
     what = f"drafter {name!r}"
     path = _resolve_path(what, name, None, known=("default",))
-    _read_config(what, path)
+    describe_directory(path)
     return _model_files(what, name, path)
 
 
@@ -217,25 +219,7 @@ def _read_config(what: str, path: Path) -> dict[str, Any]:
 
 def _model_files(what: str, name: str, path: Path) -> ModelFiles:
     text = [path / file for file in TEXT_FILES if (path / file).is_file()]
-    return ModelFiles(name, path, fingerprint_of_files([*text, *_weight_files(what, path)]))
-
-
-def _weight_files(what: str, path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: one, or those that its index names."""
-    single, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        others = sorted(p.name for p in path.iterdir() if p.suffix in (".bin", ".pt", ".gguf"))
-        found = f"; {', '.join(others)} cannot be used" if others else ""
-        raise ModelError(f"{what}: {path} has no weights as safetensors{found}")
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise ModelError(f"{what}: {index} cannot be read: {_one_line(error)}") from None
-    if missing := [file for file in names if not (path / file).is_file()]:
-        raise ModelError(f"{what}: {path} lacks {', '.join(missing)}, which its index names")
-    return [path / file for file in names]
+    return ModelFiles(name, path, fingerprint_of_files([*text, *weight_files(what, path)]))
 
 
 def _one_line(error: Exception) -> str:

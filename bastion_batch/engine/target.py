@@ -49,7 +49,7 @@ class Target:
         self.stack = stack
         self.embedding = embedding
         self.head = Linear(head)
-        self._head_weight = head
+        self.head_weight = head
         self._first_head: tuple[int, Linear] | None = None
         self.ids = ids
         self.device = device
@@ -137,7 +137,7 @@ class Target:
         if num_ids >= self.ids.vocab_size:
             return self.logits(hidden_SE)
         if self._first_head is None or self._first_head[0] != num_ids:
-            self._first_head = (num_ids, Linear(self._head_weight[:num_ids]))
+            self._first_head = (num_ids, Linear(self.head_weight[:num_ids]))
         return self._first_head[1](hidden_SE)
 
 

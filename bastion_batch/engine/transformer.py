@@ -4,6 +4,7 @@ Shape letters: S tokens of the pass, E hidden size, H query heads, G key-value h
 P positions, T taps.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from bastion_batch.core.roofline import ModelShape
 from bastion_batch.engine import kernels
-from bastion_batch.engine.attention import AttentionPlan
+from bastion_batch.engine.attention import Attends
 from bastion_batch.engine.linear import GatedLinear, Linear
 from bastion_batch.errors import ModelError
 
@@ -170,14 +171,14 @@ class DecoderStack:
         self.config = config
         self.layers = layers
         self.rotary = rotary
-        self._final_norm = final_norm
+        self.final_norm = final_norm
 
     def forward(
         self,
         hidden_SE: Tensor,
         positions_S: Tensor,
         max_position: int,
-        plan: AttentionPlan,
+        plan: Attends,
         taps: tuple[int, ...] = (),
     ) -> StackOutput:
         """Run a pass; keys and values go into the scratch space of the plan's slots.
@@ -187,11 +188,11 @@ class DecoderStack:
             positions_S: their absolute positions.
             max_position: the largest of them.
             plan: how they attend.
-            taps: 0-based layers whose outputs are wanted.
+            taps: 0-based layers whose outputs are wanted; -1 is the embedding.
         """
         x = hidden_SE
         cos, sin = self.rotary.at(positions_S, max_position)
-        outputs: dict[int, Tensor] = {}
+        outputs: dict[int, Tensor] = {-1: hidden_SE}
         for number, layer in enumerate(self.layers):
             heads, keys_values = self.project(layer, self.norm(x, layer.input_norm), cos, sin)
             attended = plan.attend(number, heads, keys_values)
@@ -200,7 +201,7 @@ class DecoderStack:
             if number in taps:
                 outputs[number] = x
         tapped = torch.cat([outputs[tap] for tap in taps], -1) if taps else None
-        return StackOutput(self.norm(x, self._final_norm), tapped)
+        return StackOutput(self.norm(x, self.final_norm), tapped)
 
     def project(
         self, layer: Layer, normed_SE: Tensor, cos: Tensor, sin: Tensor
@@ -231,6 +232,6 @@ def _rotate(heads_SHD: Tensor, cos: Tensor, sin: Tensor) -> None:
     heads_SHD.mul_(cos).addcmul_(swapped, sin)
 
 
-def layer_tensors(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def layer_tensors(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors under a prefix, the prefix removed."""
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}

@@ -2,17 +2,24 @@
 
 A drafter returns marginals, the log-probabilities of the K best tokens at each of the next D
 positions of every row. Losslessness does not depend on them: a bad drafter only costs time.
+
+Marginals are all that a plain drafter knows. One with a head for it also offers
+`ConditionalScores`: of the candidates of a position, given the tokens before them.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from bastion_batch.core.roofline import ModelShape
-from bastion_batch.engine.cache import KVCache
+from bastion_batch.core.rounds import Frontier
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bastion_batch.engine.cache import KVCache
 
 
 class Marginals(NamedTuple):
@@ -40,7 +47,7 @@ class Drafter(Protocol):
     """D, the most positions proposed."""
     taps: tuple[int, ...]
     """0-based target layers whose outputs `observe` wants."""
-    caches: tuple[KVCache, ...]
+    caches: "tuple[KVCache, ...]"
     """What it keeps of rows; an engine bounds them together with the target's."""
 
     @property
@@ -65,7 +72,7 @@ class Drafter(Protocol):
         """Make the first context tokens of one row the whole context of another, newly reserved."""
         ...
 
-    def observe(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
+    def observe(self, keys: Sequence[int], counts: Sequence[int], features_SF: "Tensor") -> None:
         """Take in the taps of tokens that have become context; may put them by for `catch_up`.
 
         Args:
@@ -93,4 +100,18 @@ class Drafter(Protocol):
 
     def forget(self, key: int) -> None:
         """Drop what is kept for a row."""
+        ...
+
+
+@runtime_checkable
+class ConditionalScores(Protocol):
+    """Scores the candidates that were drafted given their parent; some drafters do."""
+
+    def log_probs_after(self, frontier: Frontier) -> NDArray[np.floating]:
+        """Log-probabilities `[N, K]` of the candidates after some parents, at most 0.
+
+        Of the last `draft`, whose rows the frontier counts and whose candidates keep their places
+        along K. A frontier is asked about after that of the depth before. Candidates that were
+        never possible may have any value.
+        """
         ...

@@ -1,133 +1,121 @@
-"""DFlash block-diffusion drafter (arXiv 2602.06036), z-lab's checkpoint format.
+"""DFlash block-diffusion drafters (arXiv 2602.06036), whatever packaging they came in.
 
-One pass fills a block: slot 0 is the last committed token, the other slots are masked and predict
-their own position. Every layer attends to keys and values projected from the target's taps of the
-context, and to the whole block. Only those context entries are ever kept; a block's own entries
-saw masks and stay scratch.
+One pass fills a block: slot 0 is the last committed token, the other slots are masked. Every layer
+attends to keys and values projected from the target's taps of the context, and to the block, as the
+layer's description says. Only those context entries are ever kept; a block's own entries saw masks
+and stay scratch.
 
-Shape letters: R rows, W block width, D = W - 1 depth, K ranks, S packed tokens, E hidden size,
-T taps.
+Shape letters: R rows, W block width, D depth, K ranks, S packed tokens, E hidden size, T taps.
 """
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from bastion_batch.core.roofline import ModelShape
-from bastion_batch.engine.attention import AttentionPlan, PassRow, StorePlan, pass_order
+from bastion_batch.engine.attention import Attends, StorePlan, pass_order
 from bastion_batch.engine.cache import KVCache, Slot
 from bastion_batch.engine.drafters import DraftRow, Marginals
+from bastion_batch.engine.drafters.blocks import BlockAttention
+from bastion_batch.engine.drafters.description import DrafterDescription
 from bastion_batch.engine.drafters.dflash_files import (
-    block_options,
-    read_config,
-    require_tensors,
+    drafter_dtype,
+    rope_config,
+    stack_config,
 )
+from bastion_batch.engine.drafters.head import BestIds, DraftHead
 from bastion_batch.engine.drafters.pending import PendingTaps
-from bastion_batch.engine.drafters.ranking import best_tokens
 from bastion_batch.engine.linear import Linear
 from bastion_batch.engine.target import Target
-from bastion_batch.engine.transfer import to_device
-from bastion_batch.engine.transformer import (
-    DecoderStack,
-    Layer,
-    Rotary,
-    StackConfig,
-    layer_tensors,
-)
-from bastion_batch.errors import ModelError
+from bastion_batch.engine.transfer import to_device, to_host
+from bastion_batch.engine.transformer import DecoderStack, Layer, Rotary, layer_tensors
 
 NUM_RANKS = 32
 """K: candidates kept per position. A tree of 512 nodes seldom asks for more at one position."""
 
 
+class Blocks(NamedTuple):
+    """What a pass computed: the outputs of all slots of the rows' blocks."""
+
+    hidden_SE: Tensor
+    """After the final norm, block after block, `[R * W, E]`."""
+    order: list[int]
+    """The row of every block: blocks lie as their slots of the cache do."""
+
+
+class Drafted(NamedTuple):
+    """The best ids of the slots that were wanted."""
+
+    wanted_RD: NDArray[np.bool_]
+    """Row after row in the order of the pass; what follows has an entry for each that is true."""
+    hidden_SE: Tensor
+    best: BestIds
+    anchors_RE: Tensor
+    """The outputs of the slots of all anchors, in the order of the pass."""
+    order: list[int]
+    """The row of every block."""
+
+
 class DFlashDrafter:
-    """A DFlash checkpoint bound to its target, whose embedding and head it uses."""
+    """A DFlash checkpoint bound to its target.
+
+    Args:
+        description: what the checkpoint is; it must fit the target (`require_fit`).
+        tensors: its weights under their normalised names, as `dflash_files.prepared` leaves them.
+        target: what it drafts for, and whose embedding and head it uses if it has none.
+    """
 
     def __init__(
-        self,
-        target: Target,
-        stack: DecoderStack,
-        fuse: Linear,
-        fuse_norm: Tensor,
-        *,
-        block_size: int,
-        mask_token_id: int,
-        taps: tuple[int, ...],
+        self, description: DrafterDescription, tensors: Mapping[str, Tensor], target: Target
     ) -> None:
-        self.depth = block_size - 1
-        self.taps = taps
+        dtype = drafter_dtype(target.dtype)
+        config = stack_config(description)
         self._target = target
-        self._num_ids = target.ids.vocab_size
-        self._stack = stack
-        self._fuse = fuse
-        self._fuse_norm = fuse_norm
-        self._mask_token_id = mask_token_id
-        config = stack.config
+        layers = [
+            Layer.of(layer_tensors(tensors, f"layers.{number}."), config)
+            for number in range(config.num_layers)
+        ]
+        rotary = Rotary(rope_config(description), dtype, target.device)
+        self._stack = DecoderStack(config, layers, tensors["norm.weight"], rotary)
+        self._fuse = Linear(tensors["fc.weight"])
+        self._fuse_norm = tensors["hidden_norm.weight"]
+        self._embedding = tensors.get("embed_tokens.weight", target.embedding)
+        self._own_head = tensors.get("lm_head.weight")
+        self._dtype = dtype
+        self._num_ranks = NUM_RANKS
+        self._start(description)
+
+    def _start(self, description: DrafterDescription) -> None:
+        """Begin without rows, under a description of the sizes of the weights."""
+        self.description = description
+        self.depth = description.depth
+        self.taps = description.taps
+        self.head = DraftHead(description, self._target, self._own_head)
+        self._width = description.block_width
+        config, device = self._stack.config, self._target.device
         self._cache = KVCache(
-            config.num_layers, config.num_kv_heads, config.head_dim, target.dtype, target.device
+            config.num_layers, config.num_kv_heads, config.head_dim, self._dtype, device
         )
         self.caches: tuple[KVCache, ...] = (self._cache,)
+        self._attention = BlockAttention(description, self._cache)
         self._slots: dict[int, Slot] = {}
-        self._pending = PendingTaps(fuse.in_features, target.dtype, target.device)
+        self._pending = PendingTaps(self._fuse.in_features, self._dtype, device)
 
-    @classmethod
-    def load(cls, path: Path, target: Target) -> "DFlashDrafter":
-        """Load a checkpoint directory for a target.
-
-        Raises:
-            ModelError: a key or tensor is missing, unknown, or does not fit the target.
-        """
-        config = read_config(path)
-        options = block_options(path, config, target)
-        try:
-            tensors = load_file(path / "model.safetensors")
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"drafter {path}: model.safetensors cannot be read: {error}") from None
-        return cls.of_tensors(config, tensors, target, **options, name=str(path))
-
-    @classmethod
-    def of_tensors(
-        cls,
-        config: Any,  # noqa: ANN401 - a transformers config
-        tensors: dict[str, Tensor],
-        target: Target,
-        *,
-        block_size: int,
-        mask_token_id: int,
-        taps: tuple[int, ...],
-        name: str = "drafter",
-    ) -> "DFlashDrafter":
-        """Build from tensors under their checkpoint names (cast to the target's dtype)."""
-        stack_config = StackConfig.of(config)
-        require_tensors(name, tensors, stack_config, target, len(taps))
-        dtype, device = target.dtype, target.device
-        tensors = {key: value.to(device, dtype) for key, value in tensors.items()}
-        layers = [
-            Layer.of(layer_tensors(tensors, f"layers.{number}."), stack_config)
-            for number in range(stack_config.num_layers)
-        ]
-        rotary = Rotary(config, dtype, device)
-        return cls(
-            target,
-            DecoderStack(stack_config, layers, tensors["norm.weight"], rotary),
-            Linear(tensors["fc.weight"]),
-            tensors["hidden_norm.weight"],
-            block_size=block_size,
-            mask_token_id=mask_token_id,
-            taps=taps,
-        )
+    def reread(self, description: DrafterDescription) -> Self:
+        """The same weights under another description of the same sizes, without any rows."""
+        other = copy(self)
+        other._start(description)
+        return other
 
     @property
     def shape(self) -> ModelShape:
         """What a draft pass costs."""
-        return self._stack.config.shape(self._target.head.out_features, self._target.dtype)
+        return self._stack.config.shape(self.head.num_rows, self._dtype)
 
     @property
     def cache_bytes_per_token(self) -> int:
@@ -141,7 +129,7 @@ class DFlashDrafter:
 
     def reserve(self, key: int, num_tokens: int) -> None:
         """Make room for so many more context tokens of a row, and for its block after them."""
-        num_tokens += self._pending.num_tokens(key) + self.depth + 1
+        num_tokens += self._pending.num_tokens(key) + self._width
         slot = self._slots.get(key)
         if slot is None:
             self._slots[key] = self._cache.open(num_tokens)
@@ -155,6 +143,7 @@ class DFlashDrafter:
 
     def observe(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
         """Put the taps of new context tokens by until `catch_up`, where there is room for them."""
+        features_SF = features_SF.to(self._dtype)
         for key, count in zip(keys, counts, strict=True):
             self.reserve(key, count)
         fits = [self._pending.has_room(*pair) for pair in zip(keys, counts, strict=True)]
@@ -171,7 +160,7 @@ class DFlashDrafter:
 
     def narrow(self, num_ids: int) -> None:
         """Score only the token ids below this from now on."""
-        self._num_ids = num_ids
+        self.head.narrow(num_ids)
 
     def num_pending(self, key: int) -> int:
         """Context tokens of a row that `catch_up` has yet to project."""
@@ -202,26 +191,66 @@ class DFlashDrafter:
 
     def draft(self, rows: Sequence[DraftRow]) -> Marginals:
         """One pass over all rows' blocks, every row at its own context length and depth."""
+        return self.marginals(self.drafted(rows))
+
+    def drafted(self, rows: Sequence[DraftRow]) -> Drafted:
+        """The best ids of the slots the rows want, from one pass.
+
+        Only those slots go through the head, which is most of a draft pass.
+        """
+        hidden_SE, order = self.blocks(rows)
+        wanted_RD = np.arange(self.depth) < np.array([rows[p].depth for p in order])[:, None]
+        first = self.description.first_prediction_slot
+        slots_RD = np.arange(len(hidden_SE)).reshape(len(order), -1)[:, first : first + self.depth]
+        anchors_RE = hidden_SE[:: self._width]
+        hidden_SE = hidden_SE[to_device(slots_RD[wanted_RD], hidden_SE.device)]
+        best = self.head.best(hidden_SE, self._num_ranks)
+        return Drafted(wanted_RD, hidden_SE, best, anchors_RE, order)
+
+    def blocks(self, rows: Sequence[DraftRow]) -> Blocks:
+        """One pass over all rows' blocks."""
         self.catch_up([row.key for row in rows])
-        width = self.depth + 1
         order = pass_order([self._slots[row.key] for row in rows], [False] * len(rows))
         slots = [self._slots[rows[place].key] for place in order]
         for place, slot in zip(order, slots, strict=True):
             assert slot.length == len(rows[place].token_ids) - 1, "the drafter lags its row"
-        visible = np.ones((width, width), np.bool_)
-        plan = AttentionPlan(
-            self._cache,
-            [PassRow(slot, width, visible) for slot in slots],
-            self._stack.config.num_q_heads,
-        )
-        blocks = np.full((len(rows), width), self._mask_token_id)
+        blocks = np.full((len(rows), self._width), self.description.mask_token_id)
         blocks[:, 0] = [rows[place].token_ids[-1] for place in order]
-        positions = np.array([slot.length for slot in slots])[:, None] + np.arange(width)
+        positions = np.array([slot.length for slot in slots])[:, None] + np.arange(self._width)
         device = self._target.device
-        hidden = F.embedding(to_device(blocks.ravel(), device), self._target.embedding)
+        hidden = F.embedding(to_device(blocks.ravel(), device), self._embedding).to(self._dtype)
+        if self.description.embedding_scale != 1:
+            hidden = hidden * self.description.embedding_scale
         at = to_device(positions.ravel(), device)
-        out = self._stack.forward(hidden, at, int(positions.max()), plan).hidden_SE
-        return self._best(out, np.array([rows[place].depth for place in order]), order)
+        plan = self._attention.plan(slots)
+        return Blocks(self._forward(hidden, at, int(positions.max()), plan), order)
+
+    def block_logits(self, rows: Sequence[DraftRow], num_slots: int | None = None) -> Tensor:
+        """Logits `[R, W, U]` of every slot of every row's block, in the order of the rows.
+
+        With `num_slots` only of the first ones: the head is most of the work.
+        """
+        hidden_SE, order = self.blocks(rows)
+        back = to_device(np.argsort(order), hidden_SE.device)
+        wanted_RWE = hidden_SE.unflatten(0, (len(order), -1))[back, :num_slots]
+        return self.head.logits(wanted_RWE.flatten(0, 1)).unflatten(0, (len(order), -1))
+
+    def marginals(self, drafted: Drafted) -> Marginals:
+        """What was drafted, in the caller's order of rows."""
+        best = drafted.best
+        return self.arranged(drafted, *to_host(best.log_probs_SK, best.target_ids_SK))
+
+    def arranged(
+        self, drafted: Drafted, log_probs_SK: NDArray[np.floating], ids_SK: NDArray[np.int64]
+    ) -> Marginals:
+        """What was drafted, once it is on the host."""
+        wanted_RD, order = drafted.wanted_RD, drafted.order
+        shape = (*wanted_RD.shape, log_probs_SK.shape[1])
+        log_probs_RDK = np.full(shape, -np.inf, log_probs_SK.dtype)
+        token_ids_RDK = np.zeros(shape, ids_SK.dtype)
+        log_probs_RDK[wanted_RD], token_ids_RDK[wanted_RD] = log_probs_SK, ids_SK
+        back = np.argsort(order)
+        return Marginals(log_probs_RDK[back], token_ids_RDK[back])
 
     def forget(self, key: int) -> None:
         """Close the row's slot."""
@@ -230,21 +259,8 @@ class DFlashDrafter:
         if slot is not None:
             self._cache.close(slot)
 
-    def _best(self, hidden_SE: Tensor, depths_R: NDArray[np.intp], order: list[int]) -> Marginals:
-        """The K best tokens of the wanted masked slots, back in the caller's order of rows.
-
-        Only those go through the head, which is most of a draft pass.
-        """
-        wanted_RD = np.arange(self.depth) < depths_R[:, None]
-        slots_RD = np.arange(len(hidden_SE)).reshape(len(order), -1)[:, 1:]
-        hidden = hidden_SE[to_device(slots_RD[wanted_RD], hidden_SE.device)]
-        best = best_tokens(
-            self._target.first_logits(hidden, self._num_ids), NUM_RANKS, self._mask_token_id
-        )
-        log_probs_SK, token_ids_SK = (values.cpu().numpy() for values in best)
-        shape = (*wanted_RD.shape, log_probs_SK.shape[1])
-        log_probs_RDK = np.full(shape, -np.inf, log_probs_SK.dtype)
-        token_ids_RDK = np.zeros(shape, token_ids_SK.dtype)
-        log_probs_RDK[wanted_RD], token_ids_RDK[wanted_RD] = log_probs_SK, token_ids_SK
-        back = np.argsort(order)
-        return Marginals(log_probs_RDK[back], token_ids_RDK[back])
+    def _forward(
+        self, hidden_SE: Tensor, positions_S: Tensor, max_position: int, plan: Attends
+    ) -> Tensor:
+        """Outputs of the layers after the final norm, for packed blocks."""
+        return self._stack.forward(hidden_SE, positions_S, max_position, plan).hidden_SE

@@ -1,150 +1,149 @@
-"""What a DFlash checkpoint directory says: its options and tensors, checked against the target."""
+"""A described checkpoint and its target: whether they fit, and the tensors, ready to compute with.
 
-import json
-from pathlib import Path
-from typing import Any
+Arithmetic is bfloat16 or float32, never float16, which overflows where the taps are fused: beside
+a target in float16 a drafter is computed in bfloat16, and values are converted where they meet.
+"""
 
+from collections.abc import Mapping
+
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import Qwen3Config
 
+from bastion_batch.engine.drafters.description import DrafterDescription
+from bastion_batch.engine.drafters.formats import DrafterSource
 from bastion_batch.engine.target import Target
 from bastion_batch.engine.transformer import StackConfig
 from bastion_batch.errors import ModelError
 
-KNOWN_OPTIONS = frozenset(
-    {"target_layer_ids", "mask_token_id", "mask_token", "block_size", "num_target_layers"}
-)
-"""Keys of `dflash_config` that are understood; another one that is set changes the model."""
 
-REFUSED_OPTIONS = (
-    "projector_type",
-    "causal_head",
-    "is_causal",
-    "attention_sink_bias",
-    "attention_value_scale",
-    "final_logit_softcapping",
-    "input_embedding_scale",
-    "output_multiplier",
-    "draft_vocab_size",
-)
-"""Keys of the whole configuration that make another model of it than the one computed here."""
+def drafter_dtype(target_dtype: torch.dtype) -> torch.dtype:
+    """The type a drafter is computed in beside such a target."""
+    return torch.bfloat16 if target_dtype == torch.float16 else target_dtype
 
 
-def read_config(path: Path) -> Any:  # noqa: ANN401 - a transformers config
-    """The configuration of a checkpoint directory.
+def require_fit(description: DrafterDescription, target: Target) -> None:
+    """Check a drafter against the target it is to draft for.
 
     Raises:
-        ModelError: it cannot be read, or asks for another model than the one computed here.
+        ModelError: naming the key that does not fit.
     """
-    from transformers import Qwen3Config
-
-    try:
-        raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"drafter {path}: config.json cannot be read: {error}") from None
-    if not isinstance(raw, dict):
-        raise ModelError(f"drafter {path}: config.json holds {type(raw).__name__}, not an object")
-    if raw.get("architectures") != ["DFlashDraftModel"]:
+    name, stack = description.name, target.stack.config
+    _require_taps(description, stack.num_layers)
+    if description.target_hidden_size != stack.hidden_size:
         raise ModelError(
-            f"drafter {path}: architectures {raw.get('architectures')} is not supported: "
-            "['DFlashDraftModel'] is"
+            f"{name}: it reads taps of {description.target_hidden_size} values (hidden_size or "
+            f"target_hidden_size); the target's have {stack.hidden_size}"
         )
-    nested = raw.get("dflash_config") or {}
-    refused = [key for key in REFUSED_OPTIONS if raw.get(key) or nested.get(key)]
-    refused += [key for key in sorted(nested.keys() - KNOWN_OPTIONS) if nested[key]]
-    refused += [
-        key
-        for key in ("is_neox_style", "rope_is_neox_style")
-        if False in (raw.get(key), nested.get(key))
-    ]
-    if refused:
+    if description.hidden_size != stack.hidden_size and not (
+        description.own_embedding and description.own_head
+    ):
         raise ModelError(
-            f"drafter {path}: {', '.join(dict.fromkeys(refused))} is not supported by this version"
+            f"{name}: hidden_size {description.hidden_size} differs from the target's "
+            f"{stack.hidden_size}, and it has no embedding and head of its own"
         )
-    raw.pop("architectures")
-    return Qwen3Config.from_dict(raw)
+    rows = description.vocab_size if description.own_embedding else target.embedding.shape[0]
+    if description.mask_token_id >= rows:
+        raise ModelError(
+            f"{name}: mask_token_id is {description.mask_token_id}; the embedding has {rows} rows"
+        )
+    _require_vocabulary(description, target.ids.vocab_size)
 
 
-def block_options(path: Path, config: Any, target: Target) -> dict[str, Any]:  # noqa: ANN401
-    """Block size, mask id and taps, each mandatory and in range.
+def load_tensors(source: DrafterSource) -> dict[str, Tensor]:
+    """The tensors of all files under the files' names."""
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(source.files.values())):
+        tensors |= load_file(file)
+    return tensors
 
-    Raises:
-        ModelError: naming the option that is missing or out of range.
+
+def prepared(
+    tensors: Mapping[str, Tensor], description: DrafterDescription, target: Target
+) -> dict[str, Tensor]:
+    """A file's tensors as they are computed with, under their normalised names.
+
+    Value scales are folded into the projection of values, interleaved rotation into the order of
+    the channels it rotates, and an embedding or head that is a copy of the target's is left out.
     """
-    nested = getattr(config, "dflash_config", None) or {}
-    num_layers = target.stack.config.num_layers
-    expected = nested.get("num_target_layers", getattr(config, "num_target_layers", None))
+    device, dtype = target.device, drafter_dtype(target.dtype)
+    ready = {name: tensors[key].to(device, dtype) for key, name in description.tensor_names.items()}
+    for name, own in (
+        ("embed_tokens.weight", target.embedding),
+        ("lm_head.weight", target.head_weight),
+    ):
+        if name in ready and ready[name].dtype == own.dtype and torch.equal(ready[name], own):
+            del ready[name]
+    for key in ready:
+        if description.value_scale != 1 and ".v_proj." in key:
+            ready[key] = ready[key] * description.value_scale
+        if description.rope.interleaved and any(
+            part in key for part in (".q_proj.", ".k_proj.", ".q_norm.", ".k_norm.")
+        ):
+            ready[key] = _by_halves(ready[key], description.head_dim)
+    return ready
+
+
+def stack_config(description: DrafterDescription) -> StackConfig:
+    """The sizes of a drafter's layers."""
+    return StackConfig(
+        num_layers=description.num_layers,
+        hidden_size=description.hidden_size,
+        num_q_heads=description.num_q_heads,
+        num_kv_heads=description.num_kv_heads,
+        head_dim=description.head_dim,
+        ffn_size=description.ffn_size,
+        norm_eps=description.norm_eps,
+        max_positions=description.rope.max_positions,
+    )
+
+
+def rope_config(description: DrafterDescription) -> Qwen3Config:
+    """What transformers computes a drafter's rotary frequencies from."""
+    return Qwen3Config(
+        hidden_size=description.hidden_size,
+        num_attention_heads=description.num_q_heads,
+        num_key_value_heads=description.num_kv_heads,
+        head_dim=description.head_dim,
+        max_position_embeddings=description.rope.max_positions,
+        rope_parameters=dict(description.rope.parameters),
+    )
+
+
+def _by_halves(weight: Tensor, head_dim: int) -> Tensor:
+    """Channels 2i and 2i + 1 of every head moved to i and i + D / 2."""
+    pairs = weight.unflatten(0, (-1, head_dim // 2, 2))
+    return pairs.transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def _require_taps(description: DrafterDescription, num_layers: int) -> None:
+    key, shift = "target_layer_ids", 0
+    if description.packaging == "speculators":
+        key, shift = "aux_hidden_state_layer_ids", 1
+    expected = description.num_target_layers
     if expected not in (None, num_layers):
         raise ModelError(
-            f"drafter {path}: num_target_layers is {expected}; the target has {num_layers}"
+            f"{description.name}: num_target_layers is {expected!r}; the target has {num_layers}"
         )
-    taps = nested.get("target_layer_ids")
-    if not taps or not isinstance(taps, list):
-        raise ModelError(f"drafter {path}: dflash_config.target_layer_ids is missing")
-    for tap in taps:
-        if not isinstance(tap, int) or not 0 <= tap < num_layers:
+    for tap in description.taps:
+        if tap >= num_layers:
             raise ModelError(
-                f"drafter {path}: dflash_config.target_layer_ids holds {tap!r}; "
-                f"the target's layers are 0 to {num_layers - 1}"
+                f"{description.name}: {key} holds {tap + shift}; the target's last layer is "
+                f"{num_layers - 1 + shift} as it counts them"
             )
-    mask = nested.get("mask_token_id", getattr(config, "mask_token_id", None))
-    num_rows = target.embedding.shape[0]
-    if not isinstance(mask, int) or not 0 <= mask < num_rows:
+
+
+def _require_vocabulary(description: DrafterDescription, num_ids: int) -> None:
+    has_rows = description.own_embedding or description.selector or description.markov
+    has_rows = has_rows or (description.own_head and description.target_ids_U is None)
+    if has_rows and description.vocab_size < num_ids:
         raise ModelError(
-            f"drafter {path}: mask_token_id is {mask!r}; the target's embedding has {num_rows} rows"
+            f"{description.name}: vocab_size is {description.vocab_size}; the target has {num_ids} "
+            "token ids"
         )
-    block_size = nested.get("block_size", getattr(config, "block_size", 16))
-    if not isinstance(block_size, int) or block_size < 2:
-        raise ModelError(f"drafter {path}: block_size is {block_size!r}; at least 2 is needed")
-    return {"block_size": block_size, "mask_token_id": mask, "taps": tuple(taps)}
-
-
-def require_tensors(
-    name: str, tensors: dict[str, Tensor], config: StackConfig, target: Target, num_taps: int
-) -> None:
-    """Check that every tensor of the format is there, in its shape, and no other.
-
-    Raises:
-        ModelError: naming those that are not.
-    """
-    expected = _expected_shapes(config, num_taps * target.stack.config.hidden_size)
-    if config.hidden_size != target.stack.config.hidden_size:
+    ids_U = description.target_ids_U
+    if ids_U is not None and ids_U.max() >= num_ids:
         raise ModelError(
-            f"{name}: hidden_size {config.hidden_size} differs from the target's "
-            f"{target.stack.config.hidden_size}"
+            f"{description.name}: d2t gives id {ids_U.max()}; the target has {num_ids} token ids"
         )
-    missing = sorted(expected.keys() - tensors.keys())
-    unknown = sorted(tensors.keys() - expected.keys())
-    if missing or unknown:
-        raise ModelError(f"{name}: missing tensors {missing}, unclaimed tensors {unknown}")
-    for key, shape in expected.items():
-        if tuple(tensors[key].shape) != shape:
-            raise ModelError(f"{name}: {key} is {tuple(tensors[key].shape)}, expected {shape}")
-
-
-def _expected_shapes(config: StackConfig, feature_size: int) -> dict[str, tuple[int, ...]]:
-    hidden, ffn, head = config.hidden_size, config.ffn_size, config.head_dim
-    queries, keys = config.num_q_heads * head, config.num_kv_heads * head
-    layer: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "post_attention_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
-        "self_attn.q_norm.weight": (head,),
-        "self_attn.k_norm.weight": (head,),
-        "mlp.gate_proj.weight": (ffn, hidden),
-        "mlp.up_proj.weight": (ffn, hidden),
-        "mlp.down_proj.weight": (hidden, ffn),
-    }
-    model: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, feature_size),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
-    }
-    layers = {
-        f"layers.{number}.{key}": shape
-        for number in range(config.num_layers)
-        for key, shape in layer.items()
-    }
-    return model | layers
