@@ -43,6 +43,9 @@ class Costs:
         load = PassLoad.of(np.array([num_rows]), num_rows, context_tokens)
         return float(self.verify.seconds_of(load)[0])
 
+    def load_of_trees(self, num_tokens, longest, contexts) -> PassLoad:
+        return PassLoad.padded(num_tokens, longest, contexts, call_pairs=0)
+
     def draft_seconds(self, load: DraftLoad) -> float:
         return self._draft_seconds + self._per_row * load.num_rows
 

@@ -13,6 +13,7 @@ from bastion_batch.core.tree import (
     DraftTree,
     PathScores,
     best_first,
+    largest_trees,
     plant,
     take_first,
     take_per_row,
@@ -293,3 +294,10 @@ def test_the_bare_root_expects_its_bonus_token():
     assert ROOT_ONLY.expected_tokens == 1.0
     assert ROOT_ONLY.top1_depth == 0
     assert ROOT_ONLY.ancestors_NN().tolist() == [[True]]
+
+
+def test_largest_trees_count_the_nodes_of_the_row_with_most():
+    rows = np.array([1, 1, 0, 1, 2, 0, 0, 0], np.int32)
+    places, scores = np.zeros(len(rows), np.int32), np.zeros(len(rows))
+    candidates = Candidates(rows, places, places, places, places, scores, scores)
+    assert largest_trees(candidates).tolist() == [0, 1, 2, 2, 3, 3, 3, 3, 4]

@@ -129,12 +129,31 @@ class AcceptanceModel:
             groups_R: each row's sampling group.
         """
         below, weight = self._place(log_probs_RDK)
-        depths = np.arange(log_probs_RDK.shape[1])[None, :, None]
-        groups = groups_R[:, None, None]
+        depths = np.arange(log_probs_RDK.shape[1])
+        groups = groups_R[:, None]
         return PathScores(
             off_RDK=self._scaled(log_probs_RDK, self._maps[groups, depths, 0], below, weight),
             on_RDK=self._scaled(log_probs_RDK, self._maps[groups, depths, 1], below, weight),
         )
+
+    def log_scores_after(
+        self,
+        log_probs_NK: NDArray[np.floating],
+        groups_N: NDArray[np.integer],
+        depth: int,
+        on_path_N: NDArray[np.bool_],
+    ) -> NDArray[np.float64]:
+        """Log acceptance of the candidates after some parents, in the order of their own.
+
+        Args:
+            log_probs_NK: the drafter's log-probabilities, in any order along K.
+            groups_N: the sampling group of each parent's row.
+            depth: of the candidates.
+            on_path_N: whether the parent lies on the top-1 path.
+        """
+        below, weight = self._place(log_probs_NK)
+        maps = self._maps[groups_N, depth - 1, on_path_N.astype(np.intp)]
+        return self._scaled(log_probs_NK, maps, below, weight)
 
     def observe(self, outcomes: Outcomes) -> None:
         """Take in the outcomes of one step."""
@@ -195,17 +214,17 @@ class AcceptanceModel:
 
     def _scaled(
         self,
-        log_probs_RDK: NDArray[np.floating],
+        log_probs: NDArray[np.floating],
         maps: NDArray[np.float64],
         below: NDArray[np.intp],
         weight: NDArray[np.float64],
     ) -> NDArray[np.float64]:
-        maps = np.broadcast_to(maps, (*log_probs_RDK.shape[:2], 1, len(KNOTS)))[:, :, 0]
+        """By the maps `[..., B]` of the children `[..., K]` of some parents."""
         low = np.take_along_axis(maps, below, -1)
         high = np.take_along_axis(maps, below + 1, -1)
         acceptance = low + weight * (high - low)
-        under = log_probs_RDK < self._log_knots[0]  # too rare to have been seen: in proportion
-        acceptance = np.where(under, low * np.exp(log_probs_RDK) / KNOTS[0], acceptance)
+        under = log_probs < self._log_knots[0]  # too rare to have been seen: in proportion
+        acceptance = np.where(under, low * np.exp(log_probs) / KNOTS[0], acceptance)
         acceptance /= np.maximum(acceptance.sum(-1, keepdims=True), 1.0)
         with np.errstate(divide="ignore"):
             return np.log(np.minimum(acceptance, MAX_ACCEPTANCE))

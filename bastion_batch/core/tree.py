@@ -41,10 +41,13 @@ class Candidates(NamedTuple):
     parents_N: NDArray[np.int32]
     depths_N: NDArray[np.int32]
     ranks_N: NDArray[np.int32]
+    """Among its siblings: 0 for the most probable."""
     log_scores_N: NDArray[np.float64]
     """Of the whole path."""
     log_probs_N: NDArray[np.float64]
     """The drafter's, of the candidate alone."""
+    columns_N: NDArray[np.int32]
+    """Where its token is along K; the rank, where no score depends on the parent."""
 
     def __len__(self) -> int:  # type: ignore[override] - the number of candidates, not of fields
         """How many candidates there are."""
@@ -140,7 +143,7 @@ def best_first(
         per_row,
     )
     own = log_probs_RDK[rows, depths - 1, ranks].astype(np.float64)
-    return Candidates(rows, parents, depths, ranks, paths, own)
+    return Candidates(rows, parents, depths, ranks, paths, own, columns_N=ranks)
 
 
 @compiled()
@@ -194,12 +197,26 @@ def take_first(candidates: Candidates, num_nodes: int) -> NDArray[np.intp]:
 
 def take_per_row(candidates: Candidates, num_nodes: int) -> NDArray[np.intp]:
     """The best `num_nodes` of every row (DDTree)."""
-    if not len(candidates):
-        return np.arange(0)
-    by_row = np.argsort(candidates.rows_N, kind="stable")
-    rows = candidates.rows_N[by_row]
+    return first_of_each_row(candidates.rows_N, num_nodes)
+
+
+def first_of_each_row(rows_N: NDArray[np.integer], count: int) -> NDArray[np.intp]:
+    """Where the first `count` of every row are, in order."""
+    by_row = np.argsort(rows_N, kind="stable")
+    rows = rows_N[by_row]
     order = np.arange(len(rows)) - np.searchsorted(rows, rows)
-    return np.sort(by_row[order < num_nodes])
+    return np.sort(by_row[order < count])
+
+
+def largest_trees(candidates: Candidates) -> NDArray[np.int64]:
+    """Nodes of the largest tree among the first 0, 1, ..., N candidates: `[N + 1]`."""
+    rows_N = candidates.rows_N
+    order = np.argsort(rows_N, kind="stable")
+    starts = np.flatnonzero(np.diff(rows_N[order], prepend=-1))
+    counts = np.diff(starts, append=len(order))
+    within_N = np.empty(len(order), np.int64)
+    within_N[order] = np.arange(len(order)) - np.repeat(starts, counts)
+    return np.maximum.accumulate(np.concatenate([[0], within_N + 1]))
 
 
 def plant(candidates: Candidates, taken: NDArray[np.intp], num_rows: int) -> list[DraftTree]:
@@ -232,3 +249,14 @@ def plant(candidates: Candidates, taken: NDArray[np.intp], num_rows: int) -> lis
         log_probs[row].append(log_prob)
     parts = zip(parents, depths, ranks, expected, log_probs, strict=True)
     return [DraftTree(*tree) for tree in parts]
+
+
+def token_ids_of(
+    candidates: Candidates, taken: NDArray[np.intp], token_ids_RDK: NDArray[np.integer]
+) -> list[list[int]]:
+    """Tokens of the taken candidates, one list per row, in the order in which they are planted."""
+    rows_N = candidates.rows_N[taken]
+    ids_N = token_ids_RDK[rows_N, candidates.depths_N[taken] - 1, candidates.columns_N[taken]]
+    by_row = np.argsort(rows_N, kind="stable")
+    ends = np.searchsorted(rows_N[by_row], np.arange(1, len(token_ids_RDK)))
+    return [ids.tolist() for ids in np.split(ids_N[by_row], ends)]

@@ -21,13 +21,21 @@ class Allowed(NamedTuple):
     """Marks tokens after which nothing can follow."""
 
 
-def allowed(marginals: Marginals, rows: Sequence[Row], end_ids: frozenset[int]) -> Allowed:
+def allowed(
+    marginals: Marginals,
+    rows: Sequence[Row],
+    end_ids: frozenset[int],
+    *,
+    keep_places: bool = False,
+) -> Allowed:
     """The marginals without what the rows' sampling forbids, and their leaves.
 
     Args:
         marginals: of the rows; left unchanged.
         rows: whose sampling decides.
         end_ids: the target's end-of-sequence tokens.
+        keep_places: every candidate stays where it is along K, though what is forbidden may then be
+            before what is not.
     """
     log_probs_RDK, ids_RDK = marginals
     ends_RDK = _ends(ids_RDK, rows, end_ids)
@@ -41,6 +49,8 @@ def allowed(marginals: Marginals, rows: Sequence[Row], end_ids: frozenset[int]) 
     if not never_RDK.any():
         return Allowed(marginals, ends_RDK)
     log_probs_RDK = np.where(never_RDK, -np.inf, log_probs_RDK).astype(np.float32)
+    if keep_places:
+        return Allowed(Marginals(log_probs_RDK, ids_RDK), ends_RDK)
     order = np.argsort(-log_probs_RDK, -1, kind="stable")
     kept = Marginals(
         np.take_along_axis(log_probs_RDK, order, -1), np.take_along_axis(ids_RDK, order, -1)

@@ -1,4 +1,4 @@
-"""What to verify next: marginals from the drafter, and the method's stopping rule on them."""
+"""What to verify next: proposals from the drafter, and the method's stopping rule on them."""
 
 import time
 from collections.abc import Sequence
@@ -13,16 +13,17 @@ from bastion_batch.core.tree import (
     ROOT_ONLY,
     Candidates,
     DraftTree,
-    PathScores,
     best_first,
     plant,
     take_first,
     take_per_row,
+    token_ids_of,
 )
 from bastion_batch.core.vocabulary import DraftVocabulary
+from bastion_batch.engine.candidates import Ranking, Search
 from bastion_batch.engine.controller import Controller
 from bastion_batch.engine.costs import DraftLoad, StepCosts
-from bastion_batch.engine.drafters import Drafter, DraftRow, Marginals
+from bastion_batch.engine.drafters import ConditionalScores, Drafter, DraftRow
 from bastion_batch.engine.limits import Allowed, allowed
 from bastion_batch.engine.overheads import DraftOverheads
 from bastion_batch.engine.row import Row
@@ -43,13 +44,16 @@ class Proposal(NamedTuple):
     """Of the rows that were drafted, among all that decode."""
     allowed: Allowed
     """Of those rows."""
+    candidates: Candidates | None
+    """Of those rows, where the drafter had to be asked for them; else `grow` finds them."""
     load: DraftLoad
     is_caught_up: bool
     """Whether the drafter had kept up with the rows: only the last step's tokens were new to it."""
     catch_up_seconds: float
     pass_seconds: float
+    """Of the pass, and of asking for candidates."""
     predicted_seconds: float
-    """Of the pass."""
+    """Of the same."""
 
 
 class Forest(NamedTuple):
@@ -107,6 +111,7 @@ class Proposer:
         calibrated: bool = True,
     ) -> None:
         self._drafter = drafter
+        self._conditional = drafter if isinstance(drafter, ConditionalScores) else None
         self._method = method
         self._costs = costs
         self._end_ids = end_ids
@@ -157,6 +162,12 @@ class Proposer:
                 for row, depth in zip(drafted, depths, strict=True)
             ]
         )
+        possible = candidates = None
+        if self._conditional is not None:
+            possible = allowed(marginals, drafted, self._end_ids, keep_places=True)
+            candidates = self._search(marginals.log_probs_RDK.shape).asking(
+                self._conditional, possible, np.array(depths), self._ranking(drafted)
+            )
         pass_seconds = time.perf_counter() - caught_up
         context = sum(row.context_length for row in drafted)
         load = DraftLoad(sum(depths), len(drafted), context)
@@ -164,7 +175,8 @@ class Proposer:
         self._costs.observe_draft(load, pass_seconds)
         return Proposal(
             places=places,
-            allowed=allowed(marginals, drafted, self._end_ids),
+            allowed=possible or allowed(marginals, drafted, self._end_ids),
+            candidates=candidates,
             load=load,
             is_caught_up=is_caught_up,
             catch_up_seconds=caught_up - start,
@@ -197,12 +209,11 @@ class Proposer:
             return Forest(rows, [ROOT_ONLY] * len(rows), token_ids, drafted=False)
         start = time.perf_counter()
         predicted = proposal.predicted_seconds + self._overheads.seconds(len(rows))
-        trees = self._trees(rows, proposal, chunks, predicted)
-        ids_RDK = proposal.allowed.marginals.token_ids_RDK
-        for place, ids_DK in zip(proposal.places, ids_RDK, strict=True):
-            tree = trees[place]
-            depth, rank = np.array(tree.depths[1:], int) - 1, np.array(tree.ranks[1:], int)
-            token_ids[place].extend(ids_DK[depth, rank].tolist())
+        trees = [ROOT_ONLY] * len(rows)
+        planted = self._planted(rows, proposal, chunks, predicted)
+        for place, tree, ids in zip(proposal.places, *planted, strict=True):
+            trees[place] = tree
+            token_ids[place].extend(ids)
         overhead = proposal.catch_up_seconds + time.perf_counter() - start
         self._excused_seconds = 0.0 if proposal.is_caught_up else proposal.catch_up_seconds
         if proposal.is_caught_up:
@@ -210,26 +221,28 @@ class Proposer:
         seconds = proposal.pass_seconds + overhead
         return Forest(rows, trees, token_ids, True, seconds, predicted)
 
-    def _trees(
+    def _planted(
         self,
         rows: list[Row],
         proposal: Proposal,
         chunks: Sequence[Work],
         drafting_seconds: float,
-    ) -> list[DraftTree]:
+    ) -> tuple[list[DraftTree], list[list[int]]]:
+        """The trees of the drafted rows and the tokens of their nodes."""
         drafted = [rows[place] for place in proposal.places]
-        candidates = self._candidates(drafted, proposal.allowed)
+        candidates = proposal.candidates
+        if candidates is None:
+            candidates = self._candidates(drafted, proposal.allowed)
         budget = None
         if self._method == "bastion":
             budget = self._controller.budget(rows, candidates, chunks, drafting_seconds)
             self._last_budget = budget.num_nodes
-        planted = plant(candidates, self._taken(candidates, budget), len(drafted))
+        taken = self._taken(candidates, budget)
+        trees = plant(candidates, taken, len(drafted))
         if budget is not None:
-            self._controller.judge_rows(drafted, planted, budget, proposal.load)
-        trees = [ROOT_ONLY] * len(rows)
-        for place, tree in zip(proposal.places, planted, strict=True):
-            trees[place] = tree
-        return trees
+            self._controller.judge_rows(drafted, trees, budget, proposal.load)
+        ids_RDK = proposal.allowed.marginals.token_ids_RDK
+        return trees, token_ids_of(candidates, taken, ids_RDK)
 
     def _taken(self, candidates: Candidates, budget: Budget | None) -> NDArray[np.intp]:
         if budget is not None:
@@ -239,31 +252,29 @@ class Proposer:
         return take_first(candidates, len(candidates))
 
     def _candidates(self, rows: list[Row], allowed: Allowed) -> Candidates:
-        marginals, leaves_RDK = allowed
-        num_rows, depth, num_ranks = marginals.log_probs_RDK.shape
+        max_depths = np.array([row.max_tree_depth(self._max_context) for row in rows])
+        search = self._search(allowed.marginals.log_probs_RDK.shape)
+        return search.among(allowed, max_depths, self._ranking(rows))
+
+    def _search(self, shape: tuple[int, ...]) -> Search:
+        """How many candidates the method looks at, of so many rows, depths and ranks."""
+        num_rows, depth, _ = shape
         if self._method == "dflash":
-            num_ranks = 1
-        per_row = {"dflash": depth, "ddtree": self._nodes_per_row}.get(self._method)
-        in_all = None if per_row else self._most_candidates(num_rows)
-        return best_first(
-            marginals.log_probs_RDK[:, :, :num_ranks],
-            np.array([row.max_tree_depth(self._max_context) for row in rows]),
-            in_all,
-            leaves_RDK[:, :, :num_ranks],
-            scores=self._scores(rows, marginals) if self._method == "bastion" else None,
-            max_per_row=per_row,
-        )
+            return Search(in_all=None, per_row=depth, num_ranks=1)
+        if self._method == "ddtree":
+            return Search(in_all=None, per_row=self._nodes_per_row, num_ranks=None)
+        return Search(in_all=self._most_candidates(num_rows), per_row=None, num_ranks=None)
 
     def _most_candidates(self, num_rows: int) -> int:
         """Well above the last budget, so that it can grow quickly; looking further costs time."""
         near = max(MIN_CANDIDATES, 4 * self._last_budget)
         return min(self._max_nodes, num_rows * MAX_NODES_PER_ROW, near)
 
-    def _scores(self, rows: list[Row], marginals: Marginals) -> PathScores | None:
-        if not self._calibrated:
+    def _ranking(self, rows: list[Row]) -> Ranking | None:
+        if self._method != "bastion" or not self._calibrated:
             return None
         groups = np.array([sampling_group(row.request.sampling) for row in rows])
-        return self.acceptance.log_scores(marginals.log_probs_RDK, groups)
+        return Ranking(self.acceptance, groups)
 
     def learn(self, verified: Sequence[Verified]) -> None:
         """Take in which nodes were accepted, of those whose parent was."""
