@@ -15,15 +15,14 @@ from bastion_batch.core.devices import KNOWN_DEVICES
 from bastion_batch.core.roofline import Timing
 from bastion_batch.engine import Engine
 from bastion_batch.engine.costs import StepCosts
+from bastion_batch.engine.keyed_files import MAX_FILES, file_name, profiles_dir, put
 from bastion_batch.engine.latency import still_holds, time_briefly
 from bastion_batch.engine.profiles import (
-    MAX_PROFILES,
     Profile,
     acceptance_of,
     costs_of,
     load_profile,
     profile_key,
-    profiles_dir,
     save_profile,
 )
 
@@ -89,13 +88,23 @@ def test_a_directory_that_cannot_be_written_is_only_a_warning(tmp_path, caplog):
 
 
 def test_old_profiles_make_room(tmp_path):
-    for number in range(MAX_PROFILES + 5):
+    for number in range(MAX_FILES + 5):
         path = save_profile(profile(threads=number), tmp_path)
         os.utime(path, (number, number))
     save_profile(profile(threads=999), tmp_path)
-    assert len(list(tmp_path.iterdir())) == MAX_PROFILES
+    assert len(list(tmp_path.iterdir())) == MAX_FILES
     assert load_profile(KEY | {"threads": 0}, tmp_path) is None
-    assert load_profile(KEY | {"threads": MAX_PROFILES + 4}, tmp_path) is not None
+    assert load_profile(KEY | {"threads": MAX_FILES + 4}, tmp_path) is not None
+
+
+def test_locks_are_not_cleared_away(tmp_path):
+    locks = [tmp_path / f"{number}.lock" for number in range(MAX_FILES)]
+    for lock in locks:
+        lock.touch()
+        os.utime(lock, (0, 0))
+    save_profile(profile(), tmp_path)
+    assert load_profile(KEY, tmp_path) == profile()
+    assert all(lock.exists() for lock in locks)
 
 
 def test_any_number_may_save_and_load_at_the_same_time(tmp_path, caplog):
@@ -239,3 +248,11 @@ def test_every_known_device_has_plausible_figures_and_a_source():
         assert 250e9 < speed.bandwidth <= 8e12
         assert "BF16" in speed.source
         assert "B/s" in speed.source
+
+
+def test_what_is_not_a_profile_is_left_alone(tmp_path):
+    others = [tmp_path / f"prompts-{number}.jsonl" for number in range(MAX_FILES + 5)]
+    for path in others:
+        path.write_text("{}")
+    put(tmp_path / file_name({"device": "one"}), "{}")
+    assert all(path.exists() for path in others)

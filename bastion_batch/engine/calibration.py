@@ -14,7 +14,7 @@ from bastion_batch.core.latency import LatencyModel
 from bastion_batch.core.roofline import Timing
 from bastion_batch.engine.checkpoints import resolve_drafter, resolve_target
 from bastion_batch.engine.device import device_name, pick_device, pick_dtype
-from bastion_batch.engine.drafters.dflash import DFlashDrafter
+from bastion_batch.engine.drafters.loading import load_drafter
 from bastion_batch.engine.latency import measure
 from bastion_batch.engine.profiles import Profile, load_profile, profile_key, save_profile
 from bastion_batch.engine.target import Target
@@ -59,7 +59,7 @@ def run_calibration(config: CalibrationConfig) -> dict[str, Any]:
     files = resolve_target(config.target)
     draft_files = resolve_drafter(config.drafter, config.target)
     target = Target.load(files.path, pick_dtype(config.dtype, device), device)
-    drafter = DFlashDrafter.load(draft_files.path, target) if draft_files else None
+    drafter = load_drafter(draft_files.path, target) if draft_files else None
     costs, verify_timings, draft_timings = measure(target, drafter, thorough=config.thorough)
     key = profile_key(target, files.digest, draft_files.digest if draft_files else None)
     known = load_profile(key)

@@ -23,17 +23,17 @@ from bastion_batch.engine.cache import Move
 from bastion_batch.engine.costs import StepCosts
 from bastion_batch.engine.device import device_name, pick_device, pick_dtype
 from bastion_batch.engine.drafters import Drafter
-from bastion_batch.engine.drafters.dflash import DFlashDrafter
 from bastion_batch.engine.latency import calibrate
 from bastion_batch.engine.memory import MemoryBudget, available_bytes
+from bastion_batch.engine.probe_report import ProbeReport
 from bastion_batch.engine.profiles import (
+    DirectoryProfiles,
     Profile,
     ProfileKey,
+    ProfileStore,
     acceptance_of,
     costs_of,
-    load_profile,
     profile_key,
-    save_profile,
 )
 from bastion_batch.engine.proposer import Proposer
 from bastion_batch.engine.row import Row
@@ -42,7 +42,7 @@ from bastion_batch.engine.step import PassLayout, PassResult, Verified, Work, ve
 from bastion_batch.engine.target import Target
 from bastion_batch.engine.totals import BaselineBursts, EngineTotals, StageClock
 from bastion_batch.engine.transfer import to_device
-from bastion_batch.records import Completion, Exported, Method, Request, RowFault
+from bastion_batch.records import Completion, Exported, Method, Request, RowFault, RowKey
 
 MEMORY_SHARE = 0.8
 """Of the memory that is left once the models are loaded, for caches and passes."""
@@ -60,6 +60,8 @@ class EngineInfo(NamedTuple):
     method: str
     max_batch: int
     calibration: dict[str, Any]
+    probe: dict[str, Any] | None = None
+    """What the drafter's probe found; None if there was none."""
 
 
 class Engine:
@@ -86,6 +88,7 @@ class Engine:
         layout: how a pass suits the device, its own if None; it changes the speed and never the
             text.
         names: how target and drafter are called in `info`.
+        probe: what the drafter's probe found, for `info`.
 
     Raises:
         ValueError: `max_batch` is below 1, or the memory does not hold one pass.
@@ -107,6 +110,7 @@ class Engine:
         baseline_bursts: bool = False,
         layout: PassLayout | None = None,
         names: tuple[str, str | None] = ("", None),
+        probe: ProbeReport | None = None,
     ) -> None:
         if max_batch != "auto" and max_batch < 1:
             raise ValueError(f"max_batch {max_batch} is below 1")
@@ -114,8 +118,10 @@ class Engine:
         self.drafter = drafter = None if method == "ar" else drafter
         self.tokenizer = tokenizer
         self._names = names
+        self._probe = probe
         self._layout = layout or PassLayout.of(target.device)
         self._profile_key: ProfileKey | None = None
+        self._profiles: ProfileStore = DirectoryProfiles()
         self._num_added = 0
         self._late_seconds = 0.0
         with torch.inference_mode():
@@ -167,6 +173,8 @@ class Engine:
         threads: int | str = "auto",
         baseline_bursts: bool = False,
         profile: bool = True,
+        probe: bool = True,
+        profiles: ProfileStore | None = None,
     ) -> "Engine":
         """Load a target and its drafter and measure the device.
 
@@ -184,28 +192,37 @@ class Engine:
             threads: CPU threads of this process; ``auto`` leaves them as they are.
             baseline_bursts: see `Engine`.
             profile: begin with what an earlier engine like this one learnt, if it is on file.
+            probe: hold the drafter against the target's own text, once on this machine.
+            profiles: where that is, and where what this one measures goes; this machine's own
+                if None.
 
         Raises:
-            ModelError: a checkpoint cannot be found, loaded, or verified as a tree.
+            ModelError: a checkpoint cannot be found, loaded, or verified as a tree, or a drafter
+                is better read in another way than it says.
             ValueError: see `Engine`.
         """
-        from bastion_batch.engine.checkpoints import load_tokenizer, resolve_drafter, resolve_target
+        from bastion_batch.engine.pretrained import load_pretrained
 
         if threads != "auto":
             torch.set_num_threads(int(threads))
         torch.set_float32_matmul_precision("highest")
         where = pick_device(device)
-        files = resolve_target(target, revision)
-        draft_files = None if method == "ar" else resolve_drafter(drafter, target)
-        model = Target.load(files.path, pick_dtype(dtype, where), where)
-        draft = DFlashDrafter.load(draft_files.path, model) if draft_files else None
-        digests = (files.digest, draft_files.digest if draft_files else None)
-        key = profile_key(model, *digests) if profile else None
-        known = load_profile(key) if key else None
+        loaded = load_pretrained(
+            target,
+            None if method == "ar" else drafter,
+            revision=revision,
+            dtype=pick_dtype(dtype, where),
+            device=where,
+            probe=probe,
+        )
+        model, draft = loaded.target, loaded.drafter
+        key = profile_key(model, *loaded.digests) if profile else None
+        profiles = profiles or DirectoryProfiles()
+        known = profiles.load(key) if key else None
         engine = cls(
             model,
             draft,
-            tokenizer=load_tokenizer(files.path),
+            tokenizer=loaded.tokenizer,
             method=method,
             nodes_per_row=nodes_per_row,
             max_nodes=max_nodes,
@@ -214,9 +231,10 @@ class Engine:
             costs=costs_of(known, model, draft) if known else None,
             acceptance=acceptance_of(known, draft.depth) if known and draft else None,
             baseline_bursts=baseline_bursts,
-            names=(files.name, draft_files.name if draft_files else None),
+            names=loaded.names,
+            probe=loaded.probe,
         )
-        engine._profile_key = key
+        engine._profile_key, engine._profiles = key, profiles
         return engine
 
     def save_profile(self) -> None:
@@ -227,7 +245,7 @@ class Engine:
         if self._profile_key is not None:
             learnt = self._proposer.acceptance.to_dict() if self.drafter else None
             costs = self._costs.to_dict()
-            save_profile(Profile(key=self._profile_key, costs=costs, acceptance=learnt))
+            self._profiles.save(Profile(key=self._profile_key, costs=costs, acceptance=learnt))
 
     # What it holds
 
@@ -250,6 +268,10 @@ class Engine:
     def num_running(self) -> int:
         """Live rows."""
         return len(self._batch.live)
+
+    def num_tokens(self) -> dict[RowKey, int]:
+        """Output tokens so far of every row that it holds, live or waiting."""
+        return self._batch.num_tokens()
 
     @property
     def num_requeued(self) -> int:
@@ -280,6 +302,7 @@ class Engine:
             method=self.method,
             max_batch=self.max_batch,
             calibration=self._costs.summary(),
+            probe=self._probe.to_dict() if self._probe else None,
         )
 
     def check(self, num_prompt_tokens: int) -> RowFault | None:

@@ -1,20 +1,16 @@
 """What was learnt about a device and its models, kept from one run to the next.
 
-One JSON file per key under the profiles directory. The key holds everything that could change what
-a pass takes; it stands in the file in clear, and its digest is the file's name. A file appears
-whole or not at all, so that any number of processes may load and save; the last one to save stays.
-A file that is damaged, of another version or unwritable costs a warning and a new calibration.
+One file per key in the profiles directory (`keyed_files`). The key holds everything that could
+change what a pass takes. Any number of processes may load and save; the last one to save stays. A
+file that is damaged, of another version or unwritable costs a warning and a new calibration.
 """
 
-import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -23,14 +19,11 @@ from bastion_batch.core.acceptance import AcceptanceModel
 from bastion_batch.engine.costs import StepCosts
 from bastion_batch.engine.device import cpu_capabilities, device_name, driver_version
 from bastion_batch.engine.drafters import Drafter
+from bastion_batch.engine.keyed_files import file_of, profiles_dir, put
 from bastion_batch.engine.latency import CALIBRATION_VERSION, still_holds, time_briefly
-from bastion_batch.engine.model_cache import cache_dir
 from bastion_batch.engine.target import Target
 
 logger = logging.getLogger(__name__)
-
-MAX_PROFILES = 64
-"""Files kept; the longest unused go first."""
 
 ProfileKey = Mapping[str, str | int | None]
 """What a profile depends on."""
@@ -47,10 +40,31 @@ class Profile:
     """`AcceptanceModel.to_dict`; None if nothing was drafted."""
 
 
-def profiles_dir() -> Path:
-    """Where profiles are kept: ``$BASTION_BATCH_PROFILES`` or `profiles` in the cache directory."""
-    configured = os.environ.get("BASTION_BATCH_PROFILES")
-    return Path(configured).expanduser().absolute() if configured else cache_dir() / "profiles"
+class ProfileStore(Protocol):
+    """Where profiles are kept. Neither call fails: what goes wrong is a warning."""
+
+    def load(self, key: ProfileKey) -> Profile | None:
+        """The profile of a key, if there is one."""
+        ...
+
+    def save(self, profile: Profile) -> None:
+        """Keep a profile, in place of an older one of the same key."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryProfiles:
+    """Profiles in a directory; in `profiles_dir` if none is given."""
+
+    directory: Path | None = None
+
+    def load(self, key: ProfileKey) -> Profile | None:
+        """See `load_profile`."""
+        return load_profile(key, self.directory)
+
+    def save(self, profile: Profile) -> None:
+        """See `save_profile`."""
+        save_profile(profile, self.directory)
 
 
 def profile_key(
@@ -92,12 +106,9 @@ def save_profile(profile: Profile, directory: Path | None = None) -> Path | None
     A failure is logged, and None returned.
     """
     directory = directory or profiles_dir()
-    path = _file_of(directory, profile.key)
-    content = {"key": dict(profile.key), "costs": profile.costs, "acceptance": profile.acceptance}
+    path = file_of(directory, profile.key)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, json.dumps(content) + "\n")
-        _drop_oldest(directory)
+        put(path, encode(profile))
     except OSError as error:
         logger.warning("the profile cannot be saved: %s", error)
         return None
@@ -106,19 +117,34 @@ def save_profile(profile: Profile, directory: Path | None = None) -> Path | None
 
 def load_profile(key: ProfileKey, directory: Path | None = None) -> Profile | None:
     """The profile of a key; None if there is none, or (logged) none that can be read."""
-    path = _file_of(directory or profiles_dir(), key)
+    path = file_of(directory or profiles_dir(), key)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if content["key"] != key:
-            raise ValueError("its key is another one")
-        profile = Profile(key=key, costs=content["costs"], acceptance=content["acceptance"])
+        profile = decode(path.read_bytes(), key, str(path))
         path.touch()
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
         logger.warning("profile %s is ignored: %r", path, error)
         return None
     return profile
+
+
+def encode(profile: Profile) -> str:
+    """The content of a profile's file."""
+    content = {"key": dict(profile.key), "costs": profile.costs, "acceptance": profile.acceptance}
+    return json.dumps(content) + "\n"
+
+
+def decode(content: bytes, key: ProfileKey, name: str) -> Profile | None:
+    """The profile in a file of this name; None, with a warning, if it is no profile of the key."""
+    try:
+        values = json.loads(content.decode())
+        if values["key"] != key:
+            raise ValueError("its key is another one")
+        return Profile(key=key, costs=values["costs"], acceptance=values["acceptance"])
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("profile %s is ignored: %r", name, error)
+        return None
 
 
 def costs_of(profile: Profile, target: Target, drafter: Drafter | None) -> StepCosts | None:
@@ -145,32 +171,3 @@ def acceptance_of(profile: Profile, max_depth: int) -> AcceptanceModel | None:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         logger.warning("the acceptance in a profile is ignored: %r", error)
         return None
-
-
-def _file_of(directory: Path, key: ProfileKey) -> Path:
-    text = json.dumps(dict(key), sort_keys=True)
-    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    return directory / f"{digest}.json"
-
-
-def _write_whole(path: Path, text: str) -> None:
-    descriptor, part = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}.", suffix=".part")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(part).replace(path)
-    except OSError:
-        Path(part).unlink(missing_ok=True)
-        raise
-
-
-def _drop_oldest(directory: Path) -> None:
-    """Keep the most recently used files, parts that a killed process left counted too."""
-    ages = []
-    for path in directory.iterdir():
-        try:
-            ages.append((path.stat().st_mtime, path))
-        except FileNotFoundError:  # another process was faster
-            continue
-    for _, path in sorted(ages, reverse=True)[MAX_PROFILES:]:
-        path.unlink(missing_ok=True)
