@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from bastion_batch import __version__
-from bastion_batch.cli import clusters, jobs, measurements, outputs
+from bastion_batch.cli import clusters, jobs, measurements, outputs, training
 from bastion_batch.errors import BastionError
 
 app = typer.Typer(
@@ -25,7 +25,7 @@ for _command in (
     *(outputs.report, outputs.status, outputs.verify),
     *(jobs.retry_failed, outputs.compact),
     *(clusters.submit, clusters.stop),
-    *(measurements.calibrate, measurements.bench),
+    *(measurements.calibrate, measurements.bench, training.train_drafter),
 ):
     app.command()(_command)
 

@@ -71,7 +71,7 @@ def run_to_the_end(
         typer.echo(table(load_result(config.with_absolute_paths(Path.cwd()).output)))
         raise
     except (KeyboardInterrupt, SystemExit) as stop:
-        display.say(f"stopped; to go on: {_how_to_go_on()}")
+        display.say(f"stopped; to go on: {how_to_go_on()}")
         raise SystemExit(_exit_code(stop)) from None
     finally:
         display.close()
@@ -83,7 +83,7 @@ def _exit_code(stop: KeyboardInterrupt | SystemExit) -> int:
     return stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130
 
 
-def _how_to_go_on() -> str:
+def how_to_go_on() -> str:
     """This command again; of a submitted job it names files that are deleted with it."""
     from bastion_batch.cluster.signals import submission_id
 
