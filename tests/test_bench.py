@@ -1,5 +1,6 @@
 """The benchmark measures what it says, and refuses what would make its figures wrong."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from bastion_batch.bench.blocks import Arm, LiveRows, alternate, run_block
 from bastion_batch.bench.checks import measure_flatness, measure_overhead, measure_useless
+from bastion_batch.bench.drafter import _Answer
+from bastion_batch.bench.drafter import report as report_of
 from bastion_batch.bench.envelope import Acceptance
 from bastion_batch.bench.peers import engine_arm, measure_peers, transformers_arm
 from bastion_batch.bench.ratios import Share, paired_ratio
@@ -181,7 +184,7 @@ def save_drafter(path: Path) -> None:
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": hidden,
         "intermediate_size": ffn, "num_hidden_layers": 1, "num_attention_heads": heads,
         "num_key_value_heads": heads, "head_dim": size, "vocab_size": 257, "block_size": 5,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
         "dflash_config": {"target_layer_ids": taps, "mask_token_id": 0},
     }  # fmt: skip
     shapes = {
@@ -333,3 +336,34 @@ def test_the_command_says_what_is_wrong(setting, arguments, named, capsys):
     options = ["--force", "--target", setting["target"], "--prompts", str(setting["prompts"])]
     assert main(["bench", *options, *arguments]) == 2
     assert named.replace("\\", "") in capsys.readouterr().err
+
+
+# What a drafter is worth
+
+
+def test_tokens_per_step_are_of_decode_steps_and_by_kind(setting, tmp_path):
+    prompts = tmp_path / "Kinds.jsonl.gz"
+    rows = [{"prompt": "one two", "kind": "short"}, {"prompt": "three"}, {"prompt": "four"}]
+    prompts.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    config = BenchConfig(**setting | {"prompts": prompts, "methods": ("dflash", "ddtree")})
+    report = run_bench(config, "drafter", out=tmp_path / "out")
+    found = report["batches"][0]["drafter"]
+    assert list(found) == ["dflash", "ddtree-64"]
+    for method in found.values():
+        assert {kind: f["num_prompts"] for kind, f in method["kinds"].items()} == {
+            "short": 1,
+            "Kinds": 2,
+        }
+        assert method["all"]["num_prompts"] == 3
+        assert method["all"]["num_steps"] == sum(f["num_steps"] for f in method["kinds"].values())
+        assert 1 <= method["all"]["low"] <= method["all"]["tokens_per_step"]
+    assert (tmp_path / "out" / "drafter-float32-t0-kinds-b1.json").is_file()
+    assert "Kinds" in table(report)
+
+
+def test_a_trees_tokens_per_step_are_those_of_its_steps():
+    steps = report_of([_Answer("a", 6, 3, (1, 2, 0)), _Answer("b", 4, 4, (0, 0, 0, 0))])
+    assert steps["all"]["tokens_per_step"] == round(10 / 7, 4)
+    assert steps["all"]["mean_of_prompts"] == 1.5
+    assert steps["all"]["accepted_at_depth"] == [round(2 / 7, 4), round(1 / 7, 4)]
+    assert steps["kinds"]["a"]["tokens_per_step"] == 2.0

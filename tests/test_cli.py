@@ -84,6 +84,8 @@ def test_every_command_explains_itself(name, capsys):
         (["input.prompt=question"], "no column 'question'"),
         (["input.promt=x"], "did you mean 'prompt'"),
         (["decoding.temperature=-1"], "decoding.temperature"),
+        (["workers.pools=[{}]", "workers.pools.1.count=2"], "'1' is none of the 1 in the list"),
+        (["workers.pools=[{}]", "workers.pools.0.cuont=2"], "did you mean 'count'"),
         (["model.target=no-such-model"], "no-such-model"),
         (["model.drafter=no-such-drafter"], "no-such-drafter"),
     ],

@@ -140,6 +140,9 @@ class TestPackage:
         drafter = "bastion_batch/data/drafters/smollm2-135m-instruct/"
         assert {f"{drafter}config.json", f"{drafter}model.safetensors"} <= set(names)
         assert "bastion_batch/py.typed" in names
+        prompts = "bastion_batch/training/prompts/"
+        assert {f"{prompts}training.yaml", f"{prompts}held_out.yaml"} <= set(names)
+        assert "bastion_batch/data/probe_prompts.txt" in names
         assert {name.rsplit("/licenses/")[-1] for name in names} >= {"LICENSE", "NOTICE"}
         assert not [name for name in names if name.startswith("tests/")]
 

@@ -17,6 +17,7 @@ import torch
 from bastion_batch.engine import Engine
 from bastion_batch.engine.checkpoints import load_tokenizer, resolve_drafter, resolve_target
 from bastion_batch.engine.drafters.dflash import DFlashDrafter
+from bastion_batch.engine.drafters.loading import load_drafter
 from bastion_batch.engine.target import Target
 from bastion_batch.records import Request, SamplingParams
 
@@ -53,7 +54,7 @@ def models():
         )
         for text in texts
     ]
-    return Models(module, target, DFlashDrafter.load(draft_files.path, target), prompts)
+    return Models(module, target, load_drafter(draft_files.path, target), prompts)
 
 
 def generate_alone(models: Models, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
@@ -154,7 +155,7 @@ def test_bfloat16_differs_from_transformers_at_near_ties_only(models, max_batch)
     module = copy.deepcopy(models.module).to(torch.bfloat16)
     target = Target.of_module(module)
     files = resolve_drafter("default", NAME)
-    narrow = models._replace(target=target, drafter=DFlashDrafter.load(files.path, target))
+    narrow = models._replace(target=target, drafter=load_drafter(files.path, target))
     prompts = models.prompts[:32]
     found, _ = decode(narrow, prompts, 128, "bastion", max_batch)
     margins = [m for p, f in zip(prompts, found, strict=True) if (m := first_margin(module, p, f))]

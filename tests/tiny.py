@@ -9,6 +9,7 @@ from bastion_batch.core.devices import DeviceSpeed
 from bastion_batch.core.latency import LatencyModel
 from bastion_batch.engine import Engine
 from bastion_batch.engine.drafters.dflash import DFlashDrafter
+from bastion_batch.engine.drafters.loading import drafter_of_tensors
 from bastion_batch.engine.latency import StepCosts
 from bastion_batch.engine.target import Target
 from bastion_batch.records import Request, SamplingParams
@@ -49,10 +50,13 @@ def tiny_drafter(target: Target, block_size: int = 6, seed: int = 0) -> DFlashDr
     """A DFlash drafter with random weights for a tiny target."""
     generator = torch.Generator().manual_seed(seed)
     hidden, ffn, heads, kv_heads, head = 48, 96, 4, 2, 16
-    config = Qwen3Config(
-        hidden_size=hidden, intermediate_size=ffn, num_hidden_layers=2, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, head_dim=head, vocab_size=97, max_position_embeddings=512,
-    )  # fmt: skip
+    config = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": hidden,
+        "intermediate_size": ffn, "num_hidden_layers": 2, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head, "vocab_size": 97, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "max_position_embeddings": 512, "block_size": block_size,
+        "dflash_config": {"target_layer_ids": [0, 2], "mask_token_id": 0},
+    }  # fmt: skip
     shapes = {
         "self_attn.q_proj": (heads * head, hidden), "self_attn.k_proj": (kv_heads * head, hidden),
         "self_attn.v_proj": (kv_heads * head, hidden), "self_attn.o_proj": (hidden, heads * head),
@@ -70,9 +74,7 @@ def tiny_drafter(target: Target, block_size: int = 6, seed: int = 0) -> DFlashDr
             tensors[f"layers.{layer}.{name}.weight"] = weight
         for name, size in norms.items():
             tensors[f"layers.{layer}.{name}.weight"] = torch.ones(size)
-    return DFlashDrafter.of_tensors(
-        config, tensors, target, block_size=block_size, mask_token_id=0, taps=(0, 2)
-    )
+    return drafter_of_tensors(config, tensors, target)
 
 
 class FixedCosts(StepCosts):
@@ -81,7 +83,7 @@ class FixedCosts(StepCosts):
     def plain_seconds(self, num_rows: int, context_tokens: int) -> float:
         return 1e9
 
-    def observe_verify(self, num_tokens, num_rows, context_tokens, seconds) -> None:
+    def observe_verify(self, load, seconds) -> None:
         pass
 
     def observe_draft(self, load, seconds) -> None:

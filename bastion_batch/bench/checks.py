@@ -16,6 +16,7 @@ from bastion_batch.bench.ratios import Ratio, paired_ratio
 from bastion_batch.bench.setup import Bench
 from bastion_batch.engine.device import device_speed
 from bastion_batch.engine.drafters.dflash import DFlashDrafter
+from bastion_batch.engine.drafters.loading import load_drafter
 from bastion_batch.records import Completion, Method, Request, SamplingParams, StepTiming
 
 STAGES = ("prefill", "draft", "build", "verify", "commit", "other")
@@ -186,7 +187,7 @@ def random_drafter(bench: Bench) -> DFlashDrafter:
     with TemporaryDirectory() as directory:
         copyfile(real / "config.json", Path(directory) / "config.json")
         save_file(tensors, Path(directory) / "model.safetensors")
-        return DFlashDrafter.load(Path(directory), bench.target)
+        return load_drafter(Path(directory), bench.target)
 
 
 def _noise_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from bastion_batch.bench import recording
 from bastion_batch.bench.checks import measure_flatness, measure_overhead, measure_useless
+from bastion_batch.bench.drafter import drafter_lines, measure_drafter
 from bastion_batch.bench.envelope import measure_methods
 from bastion_batch.bench.peers import measure_peers
 from bastion_batch.bench.picture import draw, require_matplotlib
@@ -22,7 +23,11 @@ MEASURES: dict[str, Callable[[Bench, int, Progress], dict[str, Any]]] = {
     "overhead": measure_overhead,
     "flatness": measure_flatness,
     "peers": measure_peers,
+    "drafter": measure_drafter,
 }
+
+UNTIMED = frozenset({"drafter"})
+"""Measures that say the same on a busy machine; of `drafter`, that is its chain and fixed trees."""
 
 PICTURED = "methods"
 """The measure whose files make a picture."""
@@ -82,6 +87,8 @@ def _write(out: Path, report: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     setting = report["setting"]
     stem = f"{setting['measure']}-{setting['dtype']}-t{setting['temperature']:g}"
+    if setting["measure"] in UNTIMED:
+        stem += f"-{Path(setting['prompts']).name.partition('.')[0].lower()}"
     size = report["batches"][0]["batch"]
     (out / f"{stem}-b{size}.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if setting["measure"] == PICTURED:
@@ -98,6 +105,8 @@ def table(report: dict[str, Any]) -> str:
             lines += _methods_lines(part)
         for kind, workload in part.get("workloads", {}).items():
             lines += _peer_lines(kind, workload)
+        if "drafter" in part:
+            lines += drafter_lines(part["drafter"])
         for check in ("overhead", "flatness", "useless"):
             if check in part:
                 lines.append(json.dumps(part[check], indent=1))

@@ -1,11 +1,13 @@
 """What a measurement needs before it starts: an idle machine, models, prompts, and its setting."""
 
+import gzip
 import json
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from bastion_batch.engine.checkpoints import load_tokenizer, resolve_drafter, re
 from bastion_batch.engine.device import device_name, pick_device, pick_dtype
 from bastion_batch.engine.drafters import Drafter
 from bastion_batch.engine.drafters.dflash import DFlashDrafter
+from bastion_batch.engine.drafters.loading import load_drafter
 from bastion_batch.engine.target import Target
 from bastion_batch.errors import InputError
 from bastion_batch.records import Method, SamplingParams
@@ -35,7 +38,7 @@ class BenchConfig:
     drafter: str | None = "default"
     """None: only plain decoding can be measured."""
     prompts: Path = Path("jobs/data/prompts.jsonl")
-    """JSON lines with a field `prompt`."""
+    """JSON lines with a field `prompt` and perhaps a field `kind`; may be gzipped."""
     methods: tuple[str, ...] = METHODS
     batches: tuple[int, ...] = (1,)
     """Batch sizes, one after the other."""
@@ -95,6 +98,8 @@ class Bench:
     target_path: Path
     drafter_path: Path | None
     prompts: tuple[Prompt, ...] = field(repr=False)
+    kinds: tuple[str, ...] = field(repr=False)
+    """Of each prompt; the file's name where it does not say."""
 
     @classmethod
     def load(cls, config: BenchConfig) -> "Bench":
@@ -109,12 +114,14 @@ class Bench:
         device = pick_device("auto")
         path = resolve_target(config.target).path
         drafter = resolve_drafter(config.drafter, config.target)
+        prompts = list(islice(_prompts(config.prompts, path), config.num_prompts))
         return cls(
             config,
             Target.load(path, pick_dtype(config.dtype, device), device),
             path,
             drafter.path if drafter else None,
-            tuple(_prompts(config.prompts, path))[: config.num_prompts],
+            tuple(ids for _, ids in prompts),
+            tuple(kind for kind, _ in prompts),
         )
 
     @property
@@ -135,7 +142,7 @@ class Bench:
         """
         if self.drafter_path is None:
             raise InputError(f"target {self.config.target} has no drafter here: pass --drafter")
-        return DFlashDrafter.load(self.drafter_path, self.target)
+        return load_drafter(self.drafter_path, self.target)
 
     def engine(self, batch_size: int, drafter: Drafter | None, method: Method) -> Engine:
         """A new engine, which measures what its passes cost.
@@ -170,14 +177,18 @@ class Bench:
         }
 
 
-def _prompts(file: Path, target_path: Path) -> Iterator[Prompt]:
+def _prompts(file: Path, target_path: Path) -> Iterator[tuple[str, Prompt]]:
+    """Kind and token ids of every prompt of a file."""
     tokenizer = load_tokenizer(target_path)
-    for line in file.read_text(encoding="utf-8").splitlines():
-        text = json.loads(line)["prompt"]
+    content = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    for line in content.decode("utf-8").splitlines():
+        row = json.loads(line)
+        text, kind = row["prompt"], str(row.get("kind", file.name.partition(".")[0]))
         if tokenizer.chat_template:
             chat = [{"role": "user", "content": text}]
             text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        yield tuple(tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"])
+        ids = tokenizer(text, add_special_tokens=not tokenizer.chat_template)["input_ids"]
+        yield kind, tuple(ids)
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401
