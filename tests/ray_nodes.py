@@ -59,9 +59,11 @@ class Nodes:
         assert accepted, why
 
     def clear(self):
+        """Remove the added nodes, and wait until the cluster has noticed."""
         for node in self.added:
             self.cluster.remove_node(node, allow_graceful=False)
         self.added.clear()
+        self.cluster.wait_for_nodes()
 
 
 class Job:
