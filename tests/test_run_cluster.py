@@ -9,29 +9,13 @@ import sys
 
 import pytest
 from cluster_nodes import ELSEWHERE, of_run
-from ray_nodes import SOON, Job, Nodes, log_of
+from ray_nodes import SOON, Job, log_of
 from scripted_driver import wait_until
 
 from bastion_batch.cluster.connect import RUN_VARIABLE
 from bastion_batch.io.plan import load_plan
 
 pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in SOON.items():
-            environment.setenv(name, value)
-        nodes = Nodes()
-        yield nodes
-        nodes.cluster.shutdown()
-
-
-@pytest.fixture
-def nodes(cluster):
-    yield cluster
-    cluster.clear()
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pyarrow.parquet as pq
 import pytest
-from ray_nodes import SOON, Job, Nodes, log_of
+from ray_nodes import Job, log_of
 from scripted_driver import read_json, wait_until
 
 from bastion_batch.io.plan import load_plan
@@ -13,22 +13,6 @@ pytestmark = pytest.mark.ray
 TYPE = "ray.io/accelerator-type"
 H100 = {TYPE: "H100", "device": "NVIDIA-H100-80GB-HBM3"}
 A6000_LABELLED_A100 = {TYPE: "A100", "device": "NVIDIA-RTX-A6000"}
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in SOON.items():
-            environment.setenv(name, value)
-        nodes = Nodes()
-        yield nodes
-        nodes.cluster.shutdown()
-
-
-@pytest.fixture
-def nodes(cluster):
-    yield cluster
-    cluster.clear()
 
 
 def pool(accelerator, dtype, price):

@@ -42,7 +42,7 @@ class BalanceConfig:
     prompts: Path = Path("jobs/data/prompts.jsonl")
     num_rows: int = 200
     """The prompts are taken in turn, as often as it needs."""
-    max_new_tokens: int = 48
+    max_new_tokens: int = 64
     max_batch: int = 8
     unit_rows: int = 5
     num_rounds: int = 1
@@ -170,8 +170,12 @@ class Turn(NamedTuple):
 POLICIES: dict[str, Callable[..., Balance]] = {"ours": Timed, "equal": EqualSplit}
 
 
-def run_balance(config: BalanceConfig, progress: Callable[[str], None]) -> dict[str, Any]:
+def run_balance(
+    config: BalanceConfig, out: Path | None, progress: Callable[[str], None]
+) -> dict[str, Any]:
     """Measure, and compare what was gained with what the rates predict; JSON-able.
+
+    The report goes into `balance.json` of the directory `out`, too, if there is one.
 
     Raises:
         InputError: the job cannot be run.
@@ -186,7 +190,11 @@ def run_balance(config: BalanceConfig, progress: Callable[[str], None]) -> dict[
             turn = _turn(config, place, policy, f"{number}-{policy}", num_rows=config.num_rows)
             progress(f"{policy}: {turn.seconds:.1f} s, rows {turn.rows}, {turn.num_moved} moved")
             turns.append(turn)
-    return {"setting": _setting(config), **compare(turns)}
+    report = {"setting": _setting(config), **compare(turns)}
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "balance.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return report
 
 
 def compare(turns: Collection[Turn]) -> dict[str, Any]:

@@ -31,7 +31,8 @@ _Temperature = Annotated[float, typer.Option(help="0 is greedy.", min=0)]
 _Dtype = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
 _Threads = Annotated[int | None, typer.Option(help="CPU threads; all cores if left out.")]
 _Out = Annotated[
-    Path | None, typer.Option(help="Directory for a file per batch size and the picture.")
+    Path | None,
+    typer.Option(help="Directory for the report: a file per batch size, and the picture."),
 ]
 _Record = Annotated[
     Path | None, typer.Option(help="Record texts and marginals here, for --replay.")
@@ -111,7 +112,7 @@ def bench(
         _bench_simulation(rows, _numbers("--sigma", sigma), _numbers("--share", share), seeds, out)
         return
     if measure == "balance":
-        _bench_balance(target, drafter, prompts, max_new_tokens, force)
+        _bench_balance(target, drafter, prompts, max_new_tokens, out, force)
         return
     if replay is not None:
         _bench_replay(replay, costs)
@@ -162,7 +163,7 @@ def _bench_replay(recorded: Path, costs: Path | None) -> None:
 
 
 def _bench_balance(
-    target: str, drafter: str, prompts: Path, max_new_tokens: int, force: bool
+    target: str, drafter: str, prompts: Path, max_new_tokens: int, out: Path | None, force: bool
 ) -> None:
     from bastion_batch.bench.balance import BalanceConfig, balance_table, run_balance
     from bastion_batch.bench.setup import refuse_loaded_machine
@@ -173,7 +174,7 @@ def _bench_balance(
     if not force:
         refuse_loaded_machine()
     with warnings_to(say):
-        report = run_balance(config, say)
+        report = run_balance(config, out, say)
     typer.echo(balance_table(report))
     typer.echo(json.dumps(report))
 
