@@ -20,13 +20,13 @@ from bastion_batch.engine.checkpoints import load_tokenizer, resolve_target
 from bastion_batch.engine.drafters import DraftRow
 from bastion_batch.engine.drafters.formats import describe_directory
 from bastion_batch.engine.drafters.loading import load_drafter
-from bastion_batch.engine.own_text import OwnText, tap_features
+from bastion_batch.engine.own_text import OwnText, read_texts, tap_features
 from bastion_batch.errors import DataError, InputError, ModelError, OutputError
 from bastion_batch.io.plan import open_plan
 from bastion_batch.training.anchors import AnchorSampler, TextSpan
 from bastion_batch.training.features import FeatureStore
 from bastion_batch.training.loop import learning_rate
-from bastion_batch.training.loss import HeadLoss, common_ids
+from bastion_batch.training.loss import HeadLoss, Labels, common_ids
 from bastion_batch.training.model import BlockBatch, DrafterModel
 from bastion_batch.training.settings import (
     Recipe,
@@ -93,6 +93,11 @@ def test_anchors_are_drawn_where_steps_landed():
 # The loss
 
 
+def of_tokens(token_ids: torch.Tensor) -> Labels:
+    nothing = torch.zeros(len(token_ids), 0)
+    return Labels.mixed(token_ids, nothing.int(), nothing, 0.0)
+
+
 @pytest.mark.parametrize("piece", [170, 1 << 24])
 def test_the_loss_and_its_gradient_are_cross_entropys(piece):
     generator = torch.Generator().manual_seed(0)
@@ -100,7 +105,7 @@ def test_the_loss_and_its_gradient_are_cross_entropys(piece):
     hidden = torch.randn(20, 8, generator=generator, requires_grad=True)
     labels = torch.randint(50, (20,), generator=generator)
     weights = torch.rand(20, generator=generator)
-    scored = HeadLoss(head, None, 0, piece)(hidden, labels, weights, 0)
+    scored = HeadLoss(head, None, 0, piece)(hidden, of_tokens(labels), weights, 0)
     (gradient,) = torch.autograd.grad(scored.loss * 3, hidden)
     plain = F.cross_entropy(hidden @ head.T, labels, reduction="none")
     expected = (plain * weights).sum() / weights.sum()
@@ -109,12 +114,32 @@ def test_the_loss_and_its_gradient_are_cross_entropys(piece):
     assert scored.is_right_N.tolist() == ((hidden @ head.T).argmax(-1) == labels).tolist()
 
 
+def test_a_label_may_be_the_targets_distribution_in_part():
+    generator = torch.Generator().manual_seed(2)
+    head = torch.randn(50, 8, generator=generator)
+    hidden = torch.randn(6, 8, generator=generator, requires_grad=True)
+    tokens = torch.randint(50, (6,), generator=generator)
+    best, ids = torch.rand(6, 50, generator=generator).topk(3)
+    labels = Labels.mixed(tokens, ids.int(), best, 0.7)
+    full = torch.zeros(6, 50).scatter_(1, ids, 0.7 * best / best.sum(-1, keepdim=True))
+    full.scatter_add_(1, tokens[:, None], torch.full((6, 1), 0.3))
+    expected = F.cross_entropy(hidden @ head.T, full)
+    for part in (None, np.arange(5)):
+        scored = HeadLoss(head, part, 0)(hidden, labels, torch.ones(6), 0)
+        if part is None:
+            torch.testing.assert_close(scored.loss, expected)
+            (gradient,) = torch.autograd.grad(scored.loss, hidden)
+            torch.testing.assert_close(gradient, torch.autograd.grad(expected, hidden)[0])
+        assert scored.is_right_N.shape == (6,)
+
+
 def test_a_part_of_the_vocabulary_stands_for_the_whole():
     """The mean over many draws comes near the loss over all tokens."""
     generator = torch.Generator().manual_seed(1)
     head = 0.3 * torch.randn(400, 8, generator=generator)
     hidden, weights = torch.randn(30, 8, generator=generator), torch.ones(30)
     labels = torch.randint(400, (30,), generator=generator)
+    labels = of_tokens(labels)
     whole = HeadLoss(head, None, 0)(hidden, labels, weights, 0).loss
     part = HeadLoss(head, common_ids(np.arange(400), 100), 0)
     losses = [part(hidden, labels, weights, step).loss.item() for step in range(60)]
@@ -269,12 +294,30 @@ def test_features_are_computed_once_and_kept_up_to_the_cap(tmp_path):
     assert store.num_kept == 2
     for numbers in ([2, 0, 2], [0, 1, 2]):
         for number, features in zip(numbers, store.of(numbers), strict=True):
-            torch.testing.assert_close(features, expected[number])
+            torch.testing.assert_close(features.taps_SF, expected[number])
     assert (tmp_path / "features.bin").stat().st_size == cap
     store.save()
     other = FeatureStore(tmp_path, texts, target, (0, 2), cap)
     assert other._known.all(), "known to the next run"
-    torch.testing.assert_close(other.of([1])[0], expected[1])
+    torch.testing.assert_close(other.of([1])[0].taps_SF, expected[1])
+
+
+def test_next_tokens_are_the_targets_and_kept_beside_the_taps(tmp_path):
+    target = tiny_target("llama", dtype=torch.float32)
+    texts = [OwnText((5, 6), tuple(range(7, 7 + n))) for n in (3, 8)]
+    hidden = [reading.hidden_SE for reading in read_texts(target, texts, (0, 2))]
+    cap = (4 * 96 + 8 * 3) * 5  # the first text
+    store = FeatureStore(tmp_path, texts, target, (0, 2), cap, num_next=3)
+    assert store.num_kept == 1
+    for _ in range(2):
+        for states, lesson in zip(hidden, store.of([0, 1]), strict=True):
+            best, ids = target.logits(states).softmax(-1).topk(3)
+            assert lesson.next_ids_SK[1:].tolist() == ids[1:].tolist(), "after the prompt"
+            torch.testing.assert_close(lesson.next_probabilities_SK[1:], best[1:])
+    store.save()
+    other = FeatureStore(tmp_path, texts, target, (0, 2), cap, num_next=3)
+    assert other._known.all()
+    assert torch.equal(other.of([0])[0].next_ids_SK, store.of([0])[0].next_ids_SK)
 
 
 @pytest.fixture(scope="module")

@@ -99,6 +99,15 @@ def train_drafter(
     decay: Annotated[
         float, typer.Option(help="Position j of a block weighs exp(-(j - 1) / DECAY).")
     ] = 4.0,
+    teacher_share: Annotated[
+        float,
+        typer.Option(
+            help="Of what a position should predict: the target's own distribution there; the "
+            "rest is the text's token.",
+            min=0,
+            max=1,
+        ),
+    ] = 0.0,
     loss_tokens: Annotated[
         int | None,
         typer.Option(
@@ -168,6 +177,7 @@ def train_drafter(
             learning_rate=learning_rate,
             warmup_share=warmup_share,
             decay=decay,
+            teacher_share=teacher_share,
             loss_tokens=loss_tokens,
             max_text_tokens=max_text_tokens,
             seed=seed,

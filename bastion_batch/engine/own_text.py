@@ -78,19 +78,34 @@ def _continue(engine: Engine, texts: dict[int, OwnText], limit: int) -> Iterator
     )
 
 
-@torch.inference_mode()
+class TextReading(NamedTuple):
+    """What the target makes of a text's tokens."""
+
+    taps_SF: Tensor
+    hidden_SE: Tensor
+    """What its head scores."""
+
+
 def tap_features(target: Target, texts: Sequence[OwnText], taps: tuple[int, ...]) -> list[Tensor]:
     """The taps of every token of each text, `[S, F]`, all of them from the same passes."""
-    features: list[Tensor] = []
+    return [reading.taps_SF for reading in read_texts(target, texts, taps)]
+
+
+@torch.inference_mode()
+def read_texts(
+    target: Target, texts: Sequence[OwnText], taps: tuple[int, ...]
+) -> list[TextReading]:
+    """The target's passes over whole texts."""
+    readings: list[TextReading] = []
     for group in _passes(texts):
-        features += _read(target, [text.token_ids for text in group], taps)
-    return features
+        readings += _read(target, [text.token_ids for text in group], taps)
+    return readings
 
 
 def _read(
     target: Target, texts: Sequence[tuple[int, ...]], taps: tuple[int, ...]
-) -> Sequence[Tensor]:
-    """One pass over whole texts."""
+) -> list[TextReading]:
+    """One pass."""
     cache = target.new_cache()
     slots = [cache.open(len(text)) for text in texts]
     order = pass_order(slots, [True] * len(texts))
@@ -105,7 +120,8 @@ def _read(
         taps,
     )
     assert out.taps_SF is not None
-    parts = out.taps_SF.split([row.num_tokens for row in rows])
+    sizes = [row.num_tokens for row in rows]
+    parts = list(map(TextReading, out.taps_SF.split(sizes), out.hidden_SE.split(sizes)))
     return [parts[place] for place in np.argsort(order)]
 
 

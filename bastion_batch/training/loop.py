@@ -22,14 +22,16 @@ from bastion_batch.engine.own_text import OwnText
 from bastion_batch.engine.target import Target
 from bastion_batch.errors import JobFailedError
 from bastion_batch.training.anchors import AnchorSampler, Blocks, TextSpan
-from bastion_batch.training.features import FeatureStore
-from bastion_batch.training.loss import HeadLoss, common_ids
+from bastion_batch.training.features import FeatureStore, Lesson
+from bastion_batch.training.loss import HeadLoss, Labels, common_ids
 from bastion_batch.training.metric import TokensPerStep, tokens_per_step
 from bastion_batch.training.model import BlockBatch, DrafterModel
 from bastion_batch.training.settings import Recipe, Schedule
 from bastion_batch.training.state import Measurement, Progress, RunFiles
 
 SAY_SECONDS = 15.0
+NUM_NEXT = 8
+"""Of the target's likeliest tokens, where its distributions are learnt from."""
 _EPSILON = 1e-4
 """Of a score: less is no improvement."""
 
@@ -49,13 +51,13 @@ class Materials:
     """What the learning curve is of."""
 
 
-class _Labels(NamedTuple):
+class _Wanted(NamedTuple):
     """What the blocks of a step should predict."""
 
-    token_ids: Tensor
-    """`[B, A, W - 1]`."""
+    labels: Labels
+    """Of the positions that weigh something, `[N, K]`."""
     weights: Tensor
-    """The same shape; 0 beyond a text and for repeated anchors."""
+    """`[B, A, W - 1]`; 0 beyond a text and for repeated anchors."""
 
 
 class _Step(NamedTuple):
@@ -99,7 +101,12 @@ class Trainer:
             seed=recipe.seed,
         )
         self._features = FeatureStore(
-            materials.files.features, texts, target, self._model.shape.taps, schedule.cache_bytes
+            materials.files.features,
+            texts,
+            target,
+            self._model.shape.taps,
+            schedule.cache_bytes,
+            num_next=NUM_NEXT if recipe.teacher_share else 0,
         )
         self._loss = HeadLoss(
             target.head_weight[: target.ids.vocab_size], self._common_ids(), recipe.seed
@@ -157,16 +164,15 @@ class Trainer:
     def _step(self) -> _Step:
         number = self._progress.step
         blocks = self._sampler.draw(number)
-        labels = self._labels(blocks)
-        wanted = labels.weights > 0
+        lessons = self._features.of(blocks.numbers)
+        labels, weights = self._wanted(blocks, lessons)
+        wanted = weights > 0
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._recipe, number)
         self._optimizer.zero_grad(set_to_none=True)
         with self._autocast():
-            hidden = self._model(self._batch(blocks))
-        scored = self._loss(
-            hidden[wanted].float(), labels.token_ids[wanted], labels.weights[wanted], number
-        )
+            hidden = self._model(self._batch(blocks, lessons))
+        scored = self._loss(hidden[wanted].float(), labels, weights[wanted], number)
         scored.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.max_grad_norm)
         if not torch.isfinite(norm):
@@ -187,10 +193,10 @@ class Trainer:
         is_bfloat16 = self._materials.target.dtype == torch.bfloat16
         return torch.autocast(self._device.type, torch.bfloat16, enabled=is_bfloat16)
 
-    def _batch(self, blocks: Blocks) -> BlockBatch:
+    def _batch(self, blocks: Blocks, lessons: Sequence[Lesson]) -> BlockBatch:
         anchors_BA = self._anchors(blocks)
         longest = int(anchors_BA.max())
-        features = [f[:longest].float() for f in self._features.of(blocks.numbers)]
+        features = [lesson.taps_SF[:longest].float() for lesson in lessons]
         padded = torch.nn.utils.rnn.pad_sequence(features, batch_first=True)
         shape = self._model.shape
         token_ids = np.full((*anchors_BA.shape, self._width), shape.mask_token_id)
@@ -208,19 +214,28 @@ class Trainer:
         rows = [np.pad(a, (0, most - len(a)), mode="edge") for a in blocks.anchors]
         return np.stack(rows)
 
-    def _labels(self, blocks: Blocks) -> _Labels:
+    def _wanted(self, blocks: Blocks, lessons: Sequence[Lesson]) -> _Wanted:
         anchors_BA = self._anchors(blocks)
         offsets = np.arange(1, self._width)
         weights = np.exp(-(offsets - 1) / self._recipe.decay)
-        token_ids = np.zeros((*anchors_BA.shape, self._width - 1), np.int64)
-        weighed = np.zeros(token_ids.shape, np.float32)
+        weighed = np.zeros((*anchors_BA.shape, self._width - 1), np.float32)
+        token_ids: list[Tensor] = []
+        before: list[tuple[Tensor, Tensor]] = []
         for row, (number, anchors) in enumerate(zip(*blocks, strict=True)):
-            ids = np.array(self._materials.texts[number].token_ids)
+            ids = torch.tensor(self._materials.texts[number].token_ids)
             places = anchors[:, None] + offsets
             there = places < len(ids)
-            token_ids[row, : len(anchors)] = ids[np.minimum(places, len(ids) - 1)]
             weighed[row, : len(anchors)] = np.where(there, weights, 0)
-        return _Labels(*(torch.from_numpy(a).to(self._device) for a in (token_ids, weighed)))
+            wanted = torch.from_numpy(places[there])
+            token_ids.append(ids[wanted])
+            _, next_ids, probabilities = lessons[row]
+            wanted = (wanted - 1).to(next_ids.device)
+            before.append((next_ids[wanted], probabilities[wanted]))
+        tokens = torch.cat(token_ids).to(self._device)
+        next_ids, probabilities = (torch.cat(parts) for parts in zip(*before, strict=True))
+        share = self._recipe.teacher_share
+        labels = Labels.mixed(tokens, next_ids, probabilities, share)
+        return _Wanted(labels, torch.from_numpy(weighed).to(self._device))
 
     # Beside the steps
 

@@ -115,6 +115,9 @@ class Recipe:
     max_grad_norm: float = 1.0
     decay: float = 4.0
     """Position j of a block weighs exp(-(j - 1) / decay)."""
+    teacher_share: float = 0.0
+    """Of what a position should predict: the target's own distribution there, over its likeliest
+    tokens; the rest is the text's token."""
     loss_tokens: int | None = None
     """Cross-entropy over so many of the target's commonest tokens, those of the step, and as many
     others drawn at random, instead of the whole vocabulary."""
@@ -134,7 +137,7 @@ class Recipe:
         for name in ("learning_rate", "decay", "max_grad_norm"):
             if not getattr(self, name) > 0:
                 raise InputError(f"{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("landing_share", "warmup_share"):
+        for name in ("landing_share", "warmup_share", "teacher_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise InputError(f"{name} is {getattr(self, name)}; it is from 0 to 1")
         if self.loss_tokens is not None and self.loss_tokens < 1:
