@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 from balances import PlainBalance
 
 from bastion_batch.cluster.coordinator import Coordinator
+from bastion_batch.cluster.invocation import coordinator_units
 from bastion_batch.cluster.links import LocalLink
-from bastion_batch.cluster.run import coordinator_units
 from bastion_batch.cluster.scripted import ScriptedEngines, scripted_ids
 from bastion_batch.cluster.worker import Worker, WorkerSpec
 from bastion_batch.config import parse_job

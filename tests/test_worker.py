@@ -9,11 +9,11 @@ from balances import MovingBalance
 from local_cluster import TURN_SECONDS, LocalCluster, make_job, prompts
 
 from bastion_batch.cluster.coordinator import Coordinator
+from bastion_batch.cluster.invocation import coordinator_units
 from bastion_batch.cluster.links import LocalLink
 from bastion_batch.cluster.mail import Task
 from bastion_batch.cluster.messages import Directions, Ownership
 from bastion_batch.cluster.node import NodeShare, usable_cores
-from bastion_batch.cluster.run import coordinator_units
 from bastion_batch.cluster.scripted import ScriptedEngine, ScriptedEngines, scripted_ids
 from bastion_batch.cluster.worker import Worker, WorkerSpec
 from bastion_batch.core.noise import row_key

@@ -14,10 +14,10 @@ from balances import MovingBalance
 
 from bastion_batch.cluster.coordinator import Coordinator
 from bastion_batch.cluster.faults import POISON_ENDS
+from bastion_batch.cluster.invocation import coordinator_units
 from bastion_batch.cluster.mail import Mail
 from bastion_batch.cluster.messages import Ended, InFlight
 from bastion_batch.cluster.restarts import Restarts
-from bastion_batch.cluster.run import coordinator_units
 from bastion_batch.cluster.scripted import ScriptedEngine, ScriptedEngines
 from bastion_batch.cluster.worker import Worker, WorkerSpec
 from bastion_batch.config import JobConfig
