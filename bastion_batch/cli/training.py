@@ -107,7 +107,7 @@ def train_drafter(
             min=0,
             max=1,
         ),
-    ] = 0.0,
+    ] = 0.7,
     loss_tokens: Annotated[
         int | None,
         typer.Option(

@@ -115,7 +115,7 @@ class Recipe:
     max_grad_norm: float = 1.0
     decay: float = 4.0
     """Position j of a block weighs exp(-(j - 1) / decay)."""
-    teacher_share: float = 0.0
+    teacher_share: float = 0.7
     """Of what a position should predict: the target's own distribution there, over its likeliest
     tokens; the rest is the text's token."""
     loss_tokens: int | None = None
