@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from bastion_batch.cluster.connect import cluster_address, in_uploaded_working_dir
+from bastion_batch.cluster.invocation import require_places
 from bastion_batch.cluster.ledger import Held
 from bastion_batch.cluster.messages import AttemptRecord, Progress
 from bastion_batch.cluster.placement import Placement
@@ -65,6 +66,23 @@ def test_missing_devices_leave_workers_without_a_place():
     assert place([HEAD], WorkersConfig(device="cuda")) == []
     config = WorkersConfig(count=1, device="cpu")
     assert [s.node for s in place([HEAD._replace(num_cpus=0)], config)] == [None]
+
+
+def test_what_workers_wait_for_is_told_and_what_cannot_come_is_refused():
+    def required(may_grow, **pool):
+        workers = WorkersConfig(
+            pools=({"name": "big", "select": {"label": {"zone": "x"}}, **pool},)
+        )
+        placement = Placement(pools_of(workers), may_grow=may_grow)
+        placement.look([A6000])
+        return require_places(placement, [A6000], may_grow=may_grow)
+
+    missing = "no machine now for pool big"
+    assert missing in required(True, count=2, device="cuda")
+    with pytest.raises(InputError, match=rf"no worker has a place; {missing}.*a6000"):
+        required(False, count=2, device="cuda")
+    with pytest.raises(InputError, match=r"no machine tells the device of pool big.*say `device`"):
+        required(True, count=2)
 
 
 def test_a_dead_worker_is_due_again_after_a_growing_pause():

@@ -140,12 +140,7 @@ class Invocation:
         """
         placement = Placement(pools_of(self._job.workers), may_grow=may_grow)
         placement.look(nodes)
-        undecided = ", ".join(pool.describe() for pool in placement.undecided())
-        if undecided and may_grow:
-            raise InputError(f"no machine tells the device of {undecided}; say `device`")
-        missing = _missing(placement.without_place(), nodes)
-        if not placement.has_home and not may_grow:
-            raise InputError(f"no worker has a place; {missing}")
+        missing = require_places(placement, nodes, may_grow=may_grow)
         if missing:
             self._driver.display.say(f"waiting for machines: {missing}")
         if any(slot.device == "cuda" for slot in placement.slots.values()):
@@ -232,6 +227,22 @@ def _described(slots: Collection[Slot]) -> str:
     several = len({pool for pool, _ in counts}) > 1
     parts = [f"{n} x {device}{f' ({pool})' * several}" for (pool, device), n in counts.items()]
     return ", ".join(parts) or "no worker yet"
+
+
+def require_places(placement: Placement, nodes: Sequence[Node], *, may_grow: bool) -> str:
+    """What workers wait for, or nothing if all pools have machines.
+
+    Raises:
+        InputError: no worker has a place, and none can be expected; or of a pool that waits for
+            machines nobody says what device it is to use.
+    """
+    undecided = ", ".join(pool.describe() for pool in placement.undecided())
+    if undecided and may_grow:
+        raise InputError(f"no machine tells the device of {undecided}; say `device`")
+    missing = _missing(placement.without_place(), nodes)
+    if not placement.has_home and not may_grow:
+        raise InputError(f"no worker has a place; {missing}")
+    return missing
 
 
 def _missing(pools: Sequence[Pool], nodes: Sequence[Node]) -> str:
