@@ -123,6 +123,14 @@ def test_training_goes_on_from_a_drafter_and_stops_when_it_gets_no_better(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.parametrize("teacher_share", [0, 1])
+def test_later_slots_may_weigh_nothing_and_labels_be_of_one_kind(bench, tmp_path, teacher_share):
+    options = {"steps": 2, "decay": 0.01, "num_held_out": 1, "check_tokens": 2}
+    arguments = bench.arguments(tmp_path / "out", teacher_share=teacher_share, **options)
+    assert main(arguments) == 0
+    assert RunFiles(tmp_path / "out").progress().step == 2
+
+
 def test_a_gradient_that_is_not_finite_ends_the_run_before_it_does_harm(bench, tmp_path, capsys):
     out = tmp_path / "out"
     options = {"learning_rate": 1e30, "num_held_out": 1, "check_tokens": 2, "save_every": 1}

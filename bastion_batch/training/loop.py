@@ -54,10 +54,12 @@ class Materials:
 class _Wanted(NamedTuple):
     """What the blocks of a step should predict."""
 
+    places: Tensor
+    """Which of the masked slots, `[B, A, W - 1]`: none beyond a text or of a repeated anchor."""
     labels: Labels
-    """Of the positions that weigh something, `[N, K]`."""
+    """Of those N slots, `[N, K]`."""
     weights: Tensor
-    """`[B, A, W - 1]`; 0 beyond a text and for repeated anchors."""
+    """Of each, `[N]`."""
 
 
 class _Step(NamedTuple):
@@ -165,14 +167,13 @@ class Trainer:
         number = self._progress.step
         blocks = self._sampler.draw(number)
         lessons = self._features.of(blocks.numbers)
-        labels, weights = self._wanted(blocks, lessons)
-        wanted = weights > 0
+        wanted, labels, weights = self._wanted(blocks, lessons)
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate(self._recipe, number)
         self._optimizer.zero_grad(set_to_none=True)
         with self._autocast():
             hidden = self._model(self._batch(blocks, lessons))
-        scored = self._loss(hidden[wanted].float(), labels, weights[wanted], number)
+        scored = self._loss(hidden[wanted].float(), labels, weights, number)
         scored.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.max_grad_norm)
         if not torch.isfinite(norm):
@@ -217,15 +218,15 @@ class Trainer:
     def _wanted(self, blocks: Blocks, lessons: Sequence[Lesson]) -> _Wanted:
         anchors_BA = self._anchors(blocks)
         offsets = np.arange(1, self._width)
-        weights = np.exp(-(offsets - 1) / self._recipe.decay)
-        weighed = np.zeros((*anchors_BA.shape, self._width - 1), np.float32)
+        weights = np.exp(-(offsets - 1) / self._recipe.decay).astype(np.float32)
+        is_wanted = np.zeros((*anchors_BA.shape, self._width - 1), np.bool_)
         token_ids: list[Tensor] = []
         before: list[tuple[Tensor, Tensor]] = []
         for row, (number, anchors) in enumerate(zip(*blocks, strict=True)):
             ids = torch.tensor(self._materials.texts[number].token_ids)
             places = anchors[:, None] + offsets
             there = places < len(ids)
-            weighed[row, : len(anchors)] = np.where(there, weights, 0)
+            is_wanted[row, : len(anchors)] = there
             wanted = torch.from_numpy(places[there])
             token_ids.append(ids[wanted])
             _, next_ids, probabilities = lessons[row]
@@ -235,7 +236,12 @@ class Trainer:
         next_ids, probabilities = (torch.cat(parts) for parts in zip(*before, strict=True))
         share = self._recipe.teacher_share
         labels = Labels.mixed(tokens, next_ids, probabilities, share)
-        return _Wanted(labels, torch.from_numpy(weighed).to(self._device))
+        weighed = np.broadcast_to(weights, is_wanted.shape)[is_wanted]
+        return _Wanted(
+            torch.from_numpy(is_wanted).to(self._device),
+            labels,
+            torch.from_numpy(weighed).to(self._device),
+        )
 
     # Beside the steps
 
