@@ -39,7 +39,7 @@ class Bench:
         options = {
             "target": self.target, "data": self.output, "out": out, "held-out": self.held_out,
             "num-held-out": 8, "mask-token-id": MASK, "layers": 1, "block-size": 6,
-            "learning-rate": 4e-3, "steps": STEPS, "sequences": 8, "anchors": 10,
+            "learning-rate": 8e-3, "steps": STEPS, "sequences": 8, "anchors": 10,
             "check-every": STEPS // 2, "save-every": 5, "check-tokens": 24, "tree-nodes": 16,
             "dtype": "float32", "threads": 1,
         }  # fmt: skip

@@ -28,6 +28,7 @@ from bastion_batch.training.features import FeatureStore
 from bastion_batch.training.loop import learning_rate
 from bastion_batch.training.loss import HeadLoss, Labels, common_ids
 from bastion_batch.training.model import BlockBatch, DrafterModel
+from bastion_batch.training.optimizer import Optimizer
 from bastion_batch.training.settings import (
     Recipe,
     Shape,
@@ -377,6 +378,45 @@ def test_prompts_are_held_out_evenly_with_all_their_completions():
 
 
 # Settings
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_an_optimizer_that_is_restored_takes_the_same_steps(name):
+    def fresh():
+        torch.manual_seed(0)
+        return torch.nn.Linear(6, 4)
+
+    def step(model, optimizer, seed):
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(seed))
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.clip(1.0)
+        optimizer.step(0.01)
+
+    whole, interrupted, resumed = fresh(), fresh(), fresh()
+    first, second, third = (Optimizer(m, name, 0.01) for m in (whole, interrupted, resumed))
+    for seed in range(4):
+        step(whole, first, seed)
+    step(interrupted, second, 0)
+    step(interrupted, second, 1)
+    for old, new in zip(interrupted.parameters(), resumed.parameters(), strict=True):
+        new.data.copy_(old.data)
+        third.restore(new, {key: value.clone() for key, value in second.state_of(old).items()})
+    step(resumed, third, 2)
+    step(resumed, third, 3)
+    assert torch.equal(resumed.weight, whole.weight)
+    assert torch.equal(resumed.bias, whole.bias)
+    assert not torch.equal(interrupted.weight, whole.weight)
+
+
+def test_muon_moves_matrices_and_adamw_the_rest():
+    model = torch.nn.Linear(6, 4)
+    for name, of_matrices in (("muon", {"momentum_buffer"}), ("adamw", {"exp_avg", "exp_avg_sq"})):
+        optimizer = Optimizer(model, name, 0.01)
+        model(torch.ones(1, 6)).sum().backward()
+        optimizer.step(0.01)
+        assert optimizer.state_of(model.weight).keys() - {"step"} == of_matrices
+        assert optimizer.state_of(model.bias).keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_default_taps_spread_over_the_target():

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -92,6 +92,10 @@ def train_drafter(
             max=1,
         ),
     ] = 0.5,
+    optimizer: Annotated[
+        Literal["muon", "adamw"],
+        typer.Option(help="What moves matrices; the rest always goes by adamw."),
+    ] = "muon",
     learning_rate: Annotated[float, typer.Option(help="At its highest.")] = 1e-3,
     warmup_share: Annotated[
         float, typer.Option(help="Of the steps, before the highest learning rate.", min=0, max=1)
@@ -174,6 +178,7 @@ def train_drafter(
             sequences=sequences,
             anchors=anchors,
             landing_share=landing_share,
+            optimizer=optimizer,
             learning_rate=learning_rate,
             warmup_share=warmup_share,
             decay=decay,

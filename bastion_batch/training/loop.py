@@ -26,6 +26,7 @@ from bastion_batch.training.features import FeatureStore, Lesson
 from bastion_batch.training.loss import HeadLoss, Labels, common_ids
 from bastion_batch.training.metric import TokensPerStep, tokens_per_step
 from bastion_batch.training.model import BlockBatch, DrafterModel
+from bastion_batch.training.optimizer import Optimizer
 from bastion_batch.training.settings import Recipe, Schedule
 from bastion_batch.training.state import Measurement, Progress, RunFiles
 
@@ -113,7 +114,7 @@ class Trainer:
         self._loss = HeadLoss(
             target.head_weight[: target.ids.vocab_size], self._common_ids(), recipe.seed
         )
-        self._optimizer = _optimizer(self._model, recipe)
+        self._optimizer = Optimizer(self._model, recipe.optimizer, recipe.weight_decay)
         self._progress = materials.files.load(self._model, self._optimizer, self._landed)
 
     def train(self) -> Progress:
@@ -168,20 +169,18 @@ class Trainer:
         blocks = self._sampler.draw(number)
         lessons = self._features.of(blocks.numbers)
         wanted, labels, weights = self._wanted(blocks, lessons)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(self._recipe, number)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad()
         with self._autocast():
             hidden = self._model(self._batch(blocks, lessons))
         scored = self._loss(hidden[wanted].float(), labels, weights, number)
         scored.loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._recipe.max_grad_norm)
+        norm = self._optimizer.clip(self._recipe.max_grad_norm)
         if not torch.isfinite(norm):
             raise JobFailedError(
                 f"step {number + 1:,}: the gradient is not finite (loss {scored.loss.item():.3g}); "
                 "begin again with a lower --learning-rate and another --out"
             )
-        self._optimizer.step()
+        self._optimizer.step(learning_rate(self._recipe, number))
         is_right = torch.zeros_like(wanted)
         is_right[wanted] = scored.is_right_N
         num_right = is_right.cumprod(-1).sum(-1).cpu().numpy()
@@ -324,14 +323,3 @@ def learning_rate(recipe: Recipe, step: int) -> float:
         return recipe.learning_rate * (step + 1) / warmup
     done = (step - warmup) / max(1, recipe.steps - warmup)
     return recipe.learning_rate * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def _optimizer(model: DrafterModel, recipe: Recipe) -> torch.optim.Optimizer:
-    """AdamW; norms do not decay."""
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": recipe.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95))

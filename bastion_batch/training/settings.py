@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from bastion_batch.engine.drafters.description import DrafterDescription
 from bastion_batch.errors import InputError, ModelError
 
+OptimizerName = Literal["muon", "adamw"]
 NUM_TAPS = 5
 
 
@@ -108,6 +109,8 @@ class Recipe:
     """Blocks of a text in a step."""
     landing_share: float = 0.5
     """Of the anchors: drawn where steps of the drafter have begun, the others uniformly."""
+    optimizer: OptimizerName = "muon"
+    """What moves matrices; AdamW moves the rest."""
     learning_rate: float = 1e-3
     warmup_share: float = 0.04
     """Of the steps, in which the learning rate rises."""

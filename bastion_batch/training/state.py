@@ -25,6 +25,7 @@ from torch import Tensor
 
 from bastion_batch.errors import OutputError
 from bastion_batch.training.model import DrafterModel
+from bastion_batch.training.optimizer import STATE_KEYS, Optimizer
 
 STATE = "state.safetensors"
 
@@ -145,7 +146,7 @@ class RunFiles:
     def save(
         self,
         model: DrafterModel,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         landed: Tensor,
         progress: Progress,
     ) -> None:
@@ -153,7 +154,7 @@ class RunFiles:
         tensors = {"landed": landed}
         for name, parameter in model.named_parameters():
             tensors[f"weights.{name}"] = parameter.detach().cpu()
-            for key, value in optimizer.state.get(parameter, {}).items():
+            for key, value in optimizer.state_of(parameter).items():
                 tensors[f"{key}.{name}"] = value.detach().cpu()
         metadata = {"progress": progress.to_json()}
         _save_tensors(self.private / STATE, tensors, metadata)
@@ -173,9 +174,7 @@ class RunFiles:
         except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise OutputError(f"{path} cannot be read: {error}; remove it to begin anew") from None
 
-    def load(
-        self, model: DrafterModel, optimizer: torch.optim.Optimizer, landed: Tensor
-    ) -> Progress:
+    def load(self, model: DrafterModel, optimizer: Optimizer, landed: Tensor) -> Progress:
         """Go on from the last saved state, or begin.
 
         Raises:
@@ -188,10 +187,8 @@ class RunFiles:
         landed.copy_(tensors["landed"])
         for name, parameter in model.named_parameters():
             parameter.data.copy_(tensors[f"weights.{name}"])
-            for key in ("step", "exp_avg", "exp_avg_sq"):
-                if f"{key}.{name}" in tensors:
-                    device = "cpu" if key == "step" else parameter.device
-                    optimizer.state[parameter][key] = tensors[f"{key}.{name}"].to(device)
+            saved = {k: tensors[f"{k}.{name}"] for k in STATE_KEYS if f"{k}.{name}" in tensors}
+            optimizer.restore(parameter, saved)
         return progress
 
 
