@@ -71,7 +71,7 @@ class Head:
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", port)) == 0
 
-    def submit(self, working_dir, *arguments):
+    def submit(self, working_dir, *arguments, script="jobs/generate.py"):
         return subprocess.run(
             [
                 RAY,
@@ -81,7 +81,7 @@ class Head:
                 f"--working-dir={working_dir}",
                 "--",
                 sys.executable,
-                "jobs/generate.py",
+                script,
                 *arguments,
             ],
             env=self.env,

@@ -7,9 +7,11 @@ import signal
 
 import pyarrow.parquet as pq
 import pytest
+from io_jobs import write_jsonl
 from ray_head import ROOT, Head
 from scripted_driver import wait_until
 from tiny_checkpoint import save_tiny_checkpoint
+from training_data import MASK, curve_of, prompt_rows, write_target
 
 from bastion_batch.cli import main
 
@@ -133,3 +135,22 @@ def test_what_cannot_be_submitted_is_refused(head, home):
         head.command("submit", "jobs/job.yaml", "--address", "http://127.0.0.1:9", cwd=home)
     )
     assert (code, "Ray at http://127.0.0.1:9 does not answer" in err) == (2, True)
+
+
+def test_a_drafter_is_trained_by_a_submitted_job(head, home, tmp_path):
+    """The cluster's workers answer the prompts, the job trains, and a second one has nothing to do."""
+    shutil.copy(ROOT / "jobs" / "train_drafter.py", home / "jobs")
+    options = {
+        "--target": write_target(tmp_path / "target"), "--out": tmp_path / "drafter",
+        "--data": write_jsonl(tmp_path / "prompts.jsonl", prompt_rows(24)),
+        "--mask-token-id": MASK, "--layers": 1, "--block-size": 6, "--max-new-tokens": 16,
+        "--steps": 4, "--check-every": 4, "--check-tokens": 16, "--tree-nodes": 16,
+        "--dtype": "float32", "--threads": 1,
+    }  # fmt: skip
+    words = [str(word) for pair in options.items() for word in pair]
+    first, second = (head.submit(home, *words, script="jobs/train_drafter.py") for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stdout + second.stdout
+    assert '"steps": 4' in first.stdout
+    assert [point["step"] for point in curve_of(tmp_path / "drafter")] == [0, 4]
+    assert (tmp_path / "drafter" / "model.safetensors").exists()
+    assert len(list((tmp_path / "drafter" / "completions" / "data").glob("*.parquet"))) >= 1
