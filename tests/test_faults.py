@@ -237,7 +237,7 @@ def test_any_schedule_of_moves_and_deaths_ends_with_every_row_once(tmp_path, see
 def test_a_killed_workers_journaled_rows_are_not_decoded_again(tmp_path):
     c = cluster(tmp_path, 5, max_batch=2)
     first = c.start("w0")
-    c.until(lambda: c.workers[first]._num_finished == 3)
+    c.until(lambda: c.workers[first]._reporter.num_finished == 3)
     c.workers[first]._keeper.flush()
     c.kill(first)
     second = c.start("w1")
@@ -251,7 +251,7 @@ def test_a_killed_workers_journaled_rows_are_not_decoded_again(tmp_path):
 def test_the_journal_is_written_every_half_minute_and_goes_with_its_units(tmp_path):
     c = cluster(tmp_path, 5, max_batch=2)
     first = c.start("w0")
-    c.until(lambda: c.workers[first]._num_finished == 1)
+    c.until(lambda: c.workers[first]._reporter.num_finished == 1)
     assert journal(c) == []
     c.clock.now += 31.0
     c.turn()
@@ -295,7 +295,7 @@ def test_a_full_disk_in_the_journal_is_survived(tmp_path, caplog):
 def test_told_to_end_a_worker_journals_rows_and_tokens_and_the_next_goes_on(tmp_path):
     c = cluster(tmp_path, 20)
     first = c.start("w0")
-    c.until(lambda: len(committed_units(c.job.output.path)) == 1 and c.workers[first]._num_finished)
+    c.until(lambda: len(committed_units(c.job.output.path)) == 1 and c.workers[first]._reporter.num_finished)
     c.turns(4)
     c.workers[first].deliver(Directions(drain=True))
     c.turn()
@@ -314,7 +314,7 @@ def test_at_the_end_complete_units_are_committed(tmp_path):
     c = cluster(tmp_path, 5)
     first = c.start("w0")
     worker = c.workers[first]
-    c.until(lambda: worker._num_finished == 4, first)
+    c.until(lambda: worker._reporter.num_finished == 4, first)
     c.coordinator.drain()
     while worker._exchange.open and not next(iter(worker._exchange.open.values())).complete:
         worker._step()

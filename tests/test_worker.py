@@ -255,7 +255,7 @@ def test_a_busy_worker_never_idles_between_rows(tmp_path):
         num_idle += engine.totals.num_steps == num_steps
     assert num_turns > 300
     assert num_idle <= 0.01 * num_turns
-    assert c.workers[attempt]._num_finished > 300
+    assert c.workers[attempt]._reporter.num_finished > 300
     c.run()
     c.check()
 
@@ -275,7 +275,7 @@ class CountingLink(LocalLink):
 def counted(c, worker):
     """Have a worker's calls kept; its link."""
     link = CountingLink(c.coordinator, worker._spec.attempt, c.clock, c.post)
-    worker._link = link
+    worker._link = worker._reporter._link = link
     return link
 
 
@@ -366,7 +366,7 @@ def test_a_report_says_what_rows_have_now(tmp_path):
     c = LocalCluster(make_job(tmp_path, prompts(3), decoding={"max_new_tokens": 200}))
     attempt = c.start("w0")
     c.turns(8)
-    rows = c.workers[attempt]._report().rows
+    rows = c.workers[attempt]._reporter._report().rows
     tokens = c.workers[attempt]._engine.num_tokens()
     assert rows
     assert {(r.row_id, r.sample_index): r.num_tokens for r in rows} == tokens

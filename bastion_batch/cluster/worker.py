@@ -24,10 +24,9 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from bastion_batch.cluster.dtype import settle_dtype
 from bastion_batch.cluster.engines import EngineSource, as_mapping
@@ -42,16 +41,14 @@ from bastion_batch.cluster.messages import (
     Directions,
     Done,
     Lease,
-    Owned,
     Place,
     Wait,
-    WorkerReport,
 )
 from bastion_batch.cluster.node import NodeShare
 from bastion_batch.cluster.open_unit import OpenUnit, Owner
 from bastion_batch.cluster.pools import Pool
+from bastion_batch.cluster.reporter import ENTERING_REPORT_SECONDS, REPORT_SECONDS, Reporter
 from bastion_batch.config import JobConfig
-from bastion_batch.core.lengths import LengthSums, LengthTally, RowFacts
 from bastion_batch.errors import OutputError
 from bastion_batch.io.journal import Journal, JournalReader
 from bastion_batch.io.layout import ATTEMPTS_PER_INVOCATION
@@ -64,11 +61,6 @@ from bastion_batch.io.store import Store, open_store
 from bastion_batch.records import RowKey
 from bastion_batch.versions import require_versions
 
-REPORT_SECONDS = 1.0
-ENTERING_REPORT_SECONDS = 0.1
-"""Rows that enter the engine in an attempt's first seconds are reported sooner: what ended an
-earlier attempt comes first, and may end this one."""
-FIRST_SECONDS = 5.0
 IDLE_SECONDS = 0.2
 
 logger = logging.getLogger(__name__)
@@ -104,12 +96,6 @@ class WorkerSpec:
     """Rows that failed, to be decoded again in units that are committed."""
 
 
-class _Standing(NamedTuple):
-    unit: int
-    complete: bool
-    num_parked: int
-
-
 class Worker:
     """Decodes one job's units until the coordinator has no more."""
 
@@ -133,15 +119,8 @@ class Worker:
         self._inbox: deque[Mail | Directions] = deque()
         self._blamed: Collection[RowKey] | None = ()
         """Rows that may be why the engine ends; None: all that are in it."""
-        self._num_finished = 0
-        self._num_finished_tokens = 0
-        self._lengths = LengthTally()
-        self._told_lengths: LengthSums = {}
-        self._told_standing: tuple[_Standing, ...] = ()
-        self._started_at = 0.0
         self._asked = False
         self._ask_again_at = 0.0
-        self._reported_at = 0.0
         self._started = False
         self._told_to_end = False
         self._done: Done | None = None
@@ -218,8 +197,8 @@ class Worker:
         logger.info("attempt %d: ready on %s", spec.attempt, info["device"])
         self._link.register(spec.worker, info)
         self._reader = self._resources.enter_context(UnitReader(plan))
+        self._reporter = Reporter(self._engine, self._exchange, self._link, self._clock)
         self._started = True
-        self._started_at = self._clock()
 
     def turn(self) -> bool:
         """Read, lease, feed, step, commit, journal, report. False when there is no more to do."""
@@ -245,20 +224,17 @@ class Worker:
     def finish(self) -> None:
         """Say the last word."""
         self._engine.save_profile()
-        self._link.report(self._report())
+        self._reporter.send()
         self._link.close()
-        logger.info("attempt %d: done after %d outputs", self._spec.attempt, self._num_finished)
+        num_finished = self._reporter.num_finished
+        logger.info("attempt %d: done after %d outputs", self._spec.attempt, num_finished)
 
     def abort(self) -> None:
         """After an error: journal what is finished, and name the rows that may have caused it."""
         if not self._started:
             return
         self._keeper.flush()
-        report = self._report()
-        if self._blamed is not None:
-            blamed = (row for row in report.rows if (row.row_id, row.sample_index) in self._blamed)
-            report = report._replace(rows=tuple(blamed))
-        self._link.report(report)
+        self._reporter.send(self._blamed)
         self._link.close()
 
     def close(self) -> None:
@@ -324,44 +300,22 @@ class Worker:
         self._blamed = ()
         for result in results:
             if isinstance(result, Finished):
-                self._count(result)
+                self._reporter.count(result)
         self._exchange.settle(results)
 
-    def _count(self, finished: Finished) -> None:
-        done = finished.outcome.completion
-        self._num_finished += 1
-        self._num_finished_tokens += done.num_output_tokens
-        if done.fault is None:
-            is_cut = done.finish_reason == "length"
-            model = self._exchange.waiting.model
-            self._lengths.add(finished.facts, done.num_output_tokens, model, cut=is_cut)
-
     # What goes out
+
+    def _report_when_due(self, seconds: float = REPORT_SECONDS) -> None:
+        if self._reporter.is_due(seconds):
+            self._require_progress()
+            self._reporter.send()
 
     def _report_entering(self, has_fed: bool) -> None:
         """Name the rows that may end the engine at the next step, where one is likely to."""
         if self._feeder.fed_suspect:
             self._report_when_due(0.0)
-        elif has_fed and self._clock() - self._started_at < FIRST_SECONDS:
+        elif has_fed and self._reporter.has_just_begun:
             self._report_when_due(ENTERING_REPORT_SECONDS)
-
-    def _report_when_due(self, seconds: float = REPORT_SECONDS) -> None:
-        """Report if the last report is this old; when held up by what it will say, sooner."""
-        now = self._clock()
-        age = now - self._reported_at
-        is_held_up = not self._engine.has_work and self._standing() != self._told_standing
-        if age >= seconds or (is_held_up and age >= IDLE_SECONDS):
-            self._reported_at = now
-            self._told_standing = self._standing()
-            self._require_progress()
-            self._link.report(self._report())
-
-    def _standing(self) -> tuple[_Standing, ...]:
-        """What the coordinator must know of the open units before they can be done."""
-        return tuple(
-            _Standing(unit.number, unit.complete, len(unit.places.parked))
-            for unit in self._exchange.open.values()
-        )
 
     def _require_progress(self) -> None:
         seconds = self._spec.job.limits.no_progress_seconds
@@ -369,30 +323,3 @@ class Worker:
         if stalled is not None:
             self._blamed = (stalled,)
             raise StalledRow(f"row {stalled[0]}: no token in {2 * seconds:.0f} s of steps")
-
-    def _report(self) -> WorkerReport:
-        exchange = self._exchange
-        units = exchange.open.values()
-        rows = tuple(exchange.in_flight())
-        live = [(row.facts, row.num_tokens) for row in rows if row.live and row.facts]
-        return WorkerReport(
-            counts=self._engine.totals,
-            num_uncommitted=sum(unit.num_terminal for unit in units),
-            num_finished=self._num_finished,
-            num_finished_tokens=self._num_finished_tokens,
-            rows=rows,
-            away_at=tuple({attempt for unit in units for attempt in unit.places.away.values()}),
-            faults=tuple(fault for unit in units for fault in unit.faults()),
-            refused=tuple(row for unit in units for row in unit.refused()),
-            owned=tuple(Owned(u.number, u.lease.epoch, u.num_terminal) for u in units),
-            backlog=exchange.waiting.backlog(),
-            lengths=self._new_lengths(live),
-        )
-
-    def _new_lengths(self, live: Sequence[tuple[RowFacts, int]]) -> LengthSums:
-        """What lengths come to; empty if the last report has said it."""
-        sums = self._lengths.sums(live, self._exchange.waiting.model, self._clock())
-        if sums is self._told_lengths:
-            return {}
-        self._told_lengths = sums
-        return sums
