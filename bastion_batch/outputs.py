@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from bastion_batch.config import JobConfig, OutputConfig, load_job, parse_job
 from bastion_batch.errors import InputError, OutputError
-from bastion_batch.io.plan import Plan, load_plan, with_operational
+from bastion_batch.io.plan import Plan
+from bastion_batch.io.plan_file import load_plan
+from bastion_batch.io.planning import with_operational
 from bastion_batch.io.store import PLAN, open_store
 from bastion_batch.run_record import read_record
 

@@ -7,7 +7,10 @@ from bastion_batch.cluster.engines import EngineSource, PretrainedEngines
 from bastion_batch.cluster.pool_preview import cluster_nodes_now, describe_pools
 from bastion_batch.config import JobConfig
 from bastion_batch.io.commit import committed_units
-from bastion_batch.io.plan import Plan, job_identity, load_plan, make_plan, require_same_job
+from bastion_batch.io.identity import job_identity, require_same_job
+from bastion_batch.io.plan import Plan
+from bastion_batch.io.plan_file import load_plan
+from bastion_batch.io.planning import make_plan
 from bastion_batch.io.prompts import PromptRenderer
 from bastion_batch.io.reader import UnitReader
 from bastion_batch.io.store import open_store

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from bastion_batch.errors import OutputError
-from bastion_batch.io.plan import Plan, load_plan
+from bastion_batch.io.plan import Plan
+from bastion_batch.io.plan_file import load_plan
 from bastion_batch.io.results import Totals, read_totals
 from bastion_batch.io.store import DATA, PLAN, Output, open_store
 from bastion_batch.records import EngineTotals, measured_speedup

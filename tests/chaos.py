@@ -20,7 +20,7 @@ from scripted_driver import read_json, wait_until
 
 from bastion_batch.cluster.scripted import scripted_ids
 from bastion_batch.core.noise import row_key
-from bastion_batch.io.plan import load_plan
+from bastion_batch.io.plan_file import load_plan
 from bastion_batch.io.verify import described, verify
 from bastion_batch.records import Request, SamplingParams
 

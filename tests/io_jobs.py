@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from bastion_batch.config import JobConfig, parse_job
 from bastion_batch.io.commit import Commit, commit_unit
-from bastion_batch.io.plan import Plan, open_plan
+from bastion_batch.io.plan import Plan
+from bastion_batch.io.planning import open_plan
 from bastion_batch.io.reader import UnitReader, UnitRows
 from bastion_batch.io.sinks import Tables, UnitBuilder
 from bastion_batch.io.store import Output

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scripted_driver import read_json, wait_until
 
-from bastion_batch.io.plan import load_plan
+from bastion_batch.io.plan_file import load_plan
 from bastion_batch.io.results import prove_complete
 
 TESTS = Path(__file__).parent

@@ -295,7 +295,11 @@ def test_a_full_disk_in_the_journal_is_survived(tmp_path, caplog):
 def test_told_to_end_a_worker_journals_rows_and_tokens_and_the_next_goes_on(tmp_path):
     c = cluster(tmp_path, 20)
     first = c.start("w0")
-    c.until(lambda: len(committed_units(c.job.output.path)) == 1 and c.workers[first]._reporter.num_finished)
+    c.until(
+        lambda: (
+            len(committed_units(c.job.output.path)) == 1 and c.workers[first]._reporter.num_finished
+        )
+    )
     c.turns(4)
     c.workers[first].deliver(Directions(drain=True))
     c.turn()

@@ -13,7 +13,8 @@ from object_servers import Breakage, TinyGcs, Unreliable, serving
 
 from bastion_batch.errors import DataError, OutputError
 from bastion_batch.io.places import RemotePlace
-from bastion_batch.io.plan import load_plan, make_plan, open_plan, with_operational
+from bastion_batch.io.plan_file import load_plan
+from bastion_batch.io.planning import make_plan, open_plan, with_operational
 from bastion_batch.io.reader import UnitReader
 from bastion_batch.io.retries import Retries
 from bastion_batch.io.sources import find_paths

@@ -13,15 +13,9 @@ from io_jobs import Target, make_job, planned, read, write_jsonl
 
 from bastion_batch.config import JobConfig
 from bastion_batch.errors import DataError, OutputError
-from bastion_batch.io.plan import (
-    PLAN_FORMAT,
-    load_plan,
-    make_plan,
-    open_plan,
-    resolve_steps,
-    save_plan,
-    with_operational,
-)
+from bastion_batch.io.plan import PLAN_FORMAT
+from bastion_batch.io.plan_file import load_plan, save_plan
+from bastion_batch.io.planning import make_plan, open_plan, resolve_steps, with_operational
 from bastion_batch.io.reader import UnitReader
 from bastion_batch.io.spans import MAX_SPAN_BYTES, Span
 from bastion_batch.io.store import prepare_output

@@ -5,7 +5,7 @@ from io_jobs import Target, answer, make_job, planned, run_all, run_unit, write_
 
 from bastion_batch.errors import JobFailedError, OutputError
 from bastion_batch.io.commit import commit_unit, data_name, steps_name
-from bastion_batch.io.plan import open_plan
+from bastion_batch.io.planning import open_plan
 from bastion_batch.io.results import load_steps, prove_complete, read_totals
 from bastion_batch.io.schemas import STEP_COLUMNS, STEPS_SCHEMA
 

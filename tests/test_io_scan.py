@@ -18,7 +18,7 @@ from io_jobs import Target, make_job
 
 from bastion_batch.io.jsonl import ColumnTypes, Shape, iter_lines, parse_line, schema_of
 from bastion_batch.io.jsonl_index import index_lines
-from bastion_batch.io.plan import make_plan
+from bastion_batch.io.planning import make_plan
 from bastion_batch.io.spans import MAX_SPAN_BYTES, TextSpans
 
 scalars = st.sampled_from(

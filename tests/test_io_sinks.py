@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from io_jobs import Target, answer, completion, make_job, planned, read, write_jsonl
 
 from bastion_batch.errors import DataError
-from bastion_batch.io.plan import make_plan
+from bastion_batch.io.planning import make_plan
 from bastion_batch.io.schemas import STEPS_SCHEMA
 from bastion_batch.io.sinks import UnitBuilder, records_steps
 from bastion_batch.records import RowFault

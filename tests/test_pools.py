@@ -25,7 +25,7 @@ from bastion_batch.core.devices import KNOWN_DEVICES
 from bastion_batch.engine.keyed_files import file_name
 from bastion_batch.engine.profiles import Profile
 from bastion_batch.errors import JobFileError, OutputError
-from bastion_batch.io.plan import require_same_job
+from bastion_batch.io.identity import require_same_job
 from bastion_batch.io.sinks import dtypes_of
 from bastion_batch.records import Stretch
 

@@ -13,7 +13,7 @@ from ray_nodes import SOON, Job, log_of
 from scripted_driver import wait_until
 
 from bastion_batch.cluster.connect import RUN_VARIABLE
-from bastion_batch.io.plan import load_plan
+from bastion_batch.io.plan_file import load_plan
 
 pytestmark = pytest.mark.ray
 

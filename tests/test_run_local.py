@@ -22,7 +22,7 @@ from scripted_driver import read_json, wait_until
 from bastion_batch.cluster.connect import RUN_VARIABLE
 from bastion_batch.cluster.scripted import scripted_ids
 from bastion_batch.core.noise import row_key
-from bastion_batch.io.plan import load_plan
+from bastion_batch.io.plan_file import load_plan
 from bastion_batch.io.results import load_steps, prove_complete
 from bastion_batch.records import Request, SamplingParams
 

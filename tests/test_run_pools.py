@@ -5,7 +5,7 @@ import pytest
 from ray_nodes import Job, log_of
 from scripted_driver import read_json, wait_until
 
-from bastion_batch.io.plan import load_plan
+from bastion_batch.io.plan_file import load_plan
 from bastion_batch.status import read_status, status_table
 
 pytestmark = pytest.mark.ray

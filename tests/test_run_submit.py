@@ -9,7 +9,7 @@ from ray_head import ROOT, Head
 from scripted_driver import read_json
 from tiny_checkpoint import save_tiny_checkpoint
 
-from bastion_batch.io.plan import load_plan
+from bastion_batch.io.plan_file import load_plan
 from bastion_batch.io.results import prove_complete
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -21,7 +21,7 @@ from bastion_batch.io.commit import (
     steps_name,
 )
 from bastion_batch.io.object_store import ObjectStore
-from bastion_batch.io.plan import open_plan
+from bastion_batch.io.planning import open_plan
 from bastion_batch.io.results import load_steps, prove_complete, read_totals
 from bastion_batch.io.retries import Retries
 from bastion_batch.io.store import STEPS, TEMPORARY, open_store, probe_conditional

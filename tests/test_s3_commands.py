@@ -10,7 +10,7 @@ from object_servers import Breakage, Unreliable, serving
 from bastion_batch.cli import main
 from bastion_batch.io.commit import commit_unit, data_name, read_footer
 from bastion_batch.io.object_store import ObjectStore
-from bastion_batch.io.plan import open_plan
+from bastion_batch.io.planning import open_plan
 from bastion_batch.io.results import read_totals
 from bastion_batch.io.retries import Retries
 from bastion_batch.io.retry import choose

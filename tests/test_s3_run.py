@@ -13,7 +13,7 @@ from object_servers import Breakage, Unreliable, serving
 from scripted_driver import wait_until
 
 from bastion_batch.io.object_store import ObjectStore
-from bastion_batch.io.plan import load_plan
+from bastion_batch.io.plan_file import load_plan
 from bastion_batch.io.results import load_steps, prove_complete, read_totals
 from bastion_batch.io.store import LOGS, TEMPORARY
 

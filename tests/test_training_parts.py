@@ -22,7 +22,7 @@ from bastion_batch.engine.drafters.formats import describe_directory
 from bastion_batch.engine.drafters.loading import load_drafter
 from bastion_batch.engine.own_text import OwnText, read_texts, tap_features
 from bastion_batch.errors import DataError, InputError, ModelError, OutputError
-from bastion_batch.io.plan import open_plan
+from bastion_batch.io.planning import open_plan
 from bastion_batch.training.anchors import AnchorSampler, TextSpan
 from bastion_batch.training.features import FeatureStore
 from bastion_batch.training.loop import learning_rate

@@ -1,12 +1,16 @@
 """Prompts from templates: varied, the same for the same seed, and two sets that share nothing."""
 
+import json
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 
 import pytest
 
 from bastion_batch.training.prompts import Grammar
 from bastion_batch.training.prompts.grammar import Kind
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +46,14 @@ def test_held_out_prompts_come_from_other_templates_and_subjects(training):
     assert not values & {value for values in held_out.slots.values() for value in values}
     texts = {prompt.prompt for prompt in training}
     assert not texts & {p.prompt for p in islice(held_out.prompts(1), 200)}
+
+
+@pytest.mark.parametrize("path", ["jobs/data/prompts.jsonl", "benchmarks/prompts.jsonl"])
+def test_what_the_drafter_is_measured_on_is_not_what_it_was_trained_on(training, path):
+    lines = (ROOT / path).read_text(encoding="utf-8").splitlines()
+    measured = {json.loads(line)["prompt"] for line in lines}
+    second = islice(Grammar.built_in("training").prompts(2), 16_500)
+    assert not measured & {prompt.prompt for prompt in (*training, *second)}
 
 
 def test_a_slot_is_drawn_once_and_a_second_draw_differs():

@@ -12,7 +12,7 @@ from io_jobs import answer, make_job, planned, run_all, run_unit, write_jsonl
 
 from bastion_batch.io.commit import commit_unit
 from bastion_batch.io.layout import data_name, steps_name
-from bastion_batch.io.plan import open_plan
+from bastion_batch.io.planning import open_plan
 from bastion_batch.io.results import read_totals
 from bastion_batch.io.verify import described, verify
 from bastion_batch.io.verify_unit import column_digest

@@ -20,7 +20,7 @@ from bastion_batch.core.noise import row_key
 from bastion_batch.core.orders import Share
 from bastion_batch.errors import DataError, OutputError
 from bastion_batch.io.commit import committed_units
-from bastion_batch.io.plan import open_plan
+from bastion_batch.io.planning import open_plan
 from bastion_batch.io.results import load_steps, prove_complete
 from bastion_batch.records import Request, SamplingParams
 

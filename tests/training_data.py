@@ -14,7 +14,7 @@ from bastion_batch.engine import Engine
 from bastion_batch.engine.checkpoints import load_tokenizer, resolve_target
 from bastion_batch.engine.target import Target
 from bastion_batch.io.commit import commit_unit
-from bastion_batch.io.plan import open_plan
+from bastion_batch.io.planning import open_plan
 from bastion_batch.io.prompts import PromptRenderer
 from bastion_batch.io.sinks import UnitBuilder
 from bastion_batch.records import Request, SamplingParams

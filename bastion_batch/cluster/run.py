@@ -19,7 +19,8 @@ from bastion_batch.core.balance import Balance
 from bastion_batch.errors import JobFailedError, OutputError, TooManyFailedRows
 from bastion_batch.io.commit import claim_invocation, committed_units, remove_orphan_steps
 from bastion_batch.io.journal import remove_journal
-from bastion_batch.io.plan import Plan, open_plan
+from bastion_batch.io.plan import Plan
+from bastion_batch.io.planning import open_plan
 from bastion_batch.io.results import prove_complete, read_totals
 from bastion_batch.io.retry import choose
 from bastion_batch.io.store import TEMPORARY, Store, open_store

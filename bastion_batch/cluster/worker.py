@@ -52,7 +52,8 @@ from bastion_batch.config import JobConfig
 from bastion_batch.errors import OutputError
 from bastion_batch.io.journal import Journal, JournalReader
 from bastion_batch.io.layout import ATTEMPTS_PER_INVOCATION
-from bastion_batch.io.plan import Plan, load_plan
+from bastion_batch.io.plan import Plan
+from bastion_batch.io.plan_file import load_plan
 from bastion_batch.io.prompts import PromptRenderer
 from bastion_batch.io.reader import UnitReader
 from bastion_batch.io.retry import Retry

@@ -18,7 +18,9 @@ from bastion_batch.engine.own_text import OwnText
 from bastion_batch.errors import DataError, OutputError
 from bastion_batch.io.commit import committed_units, data_name
 from bastion_batch.io.parquet import read_parquet
-from bastion_batch.io.plan import Plan, load_plan, make_plan
+from bastion_batch.io.plan import Plan
+from bastion_batch.io.plan_file import load_plan
+from bastion_batch.io.planning import make_plan
 from bastion_batch.io.prompts import PromptRenderer
 from bastion_batch.io.reader import UnitReader
 from bastion_batch.io.store import Output, Store, open_store

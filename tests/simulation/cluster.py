@@ -25,7 +25,8 @@ from bastion_batch.errors import InputError, JobFailedError, OutputError
 from bastion_batch.io.commit import claim_invocation, committed_units, remove_orphan_steps
 from bastion_batch.io.journal import remove_journal
 from bastion_batch.io.layout import attempt_of
-from bastion_batch.io.plan import Plan, open_plan
+from bastion_batch.io.plan import Plan
+from bastion_batch.io.planning import open_plan
 from bastion_batch.io.results import prove_complete
 from bastion_batch.io.store import Store
 from bastion_batch.records import RowKey

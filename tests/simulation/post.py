@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bastion_batch.cluster.mail import Ack, Mail, Task
 from bastion_batch.io.journal import JournalReader
 from bastion_batch.io.layout import data_name
-from bastion_batch.io.plan import load_plan
+from bastion_batch.io.plan_file import load_plan
 from bastion_batch.records import RowKey
 from simulation.settings import Settings
 from simulation.watched import WatchedStore

@@ -10,7 +10,7 @@ from fault_store import Fault
 from io_jobs import write_jsonl
 
 from bastion_batch.config import JobConfig, parse_job
-from bastion_batch.io.plan import load_plan
+from bastion_batch.io.plan_file import load_plan
 from simulation.accidents import Accidents
 from simulation.cluster import Cluster
 from simulation.settings import Mode, draw

@@ -16,7 +16,8 @@ from bastion_batch.cluster.scripted import LetterTokenizer, ScriptedEngines, scr
 from bastion_batch.config import JobConfig
 from bastion_batch.core.noise import row_key
 from bastion_batch.io.layout import DATA, STEPS, data_name, unit_of
-from bastion_batch.io.plan import Plan, make_plan
+from bastion_batch.io.plan import Plan
+from bastion_batch.io.planning import make_plan
 from bastion_batch.io.prompts import PromptRenderer
 from bastion_batch.io.reader import UnitReader
 from bastion_batch.records import Request, RowFault
