@@ -1,8 +1,8 @@
 """How weights follow gradients: Muon for matrices, AdamW for the others, or AdamW for all.
 
-Muon's steps are of one size in every direction of a matrix, which learns more from little text;
-scaled as in "Muon is Scalable for LLM Training" (arXiv 2502.16982), so that both take the same
-learning rate.
+Muon's steps are of one size in every direction of a matrix: the training loss falls faster, at some
+work per step. They are scaled as in "Muon is Scalable for LLM Training" (arXiv 2502.16982), so that
+both take the same learning rate.
 """
 
 import torch
