@@ -32,9 +32,11 @@ outcomes = st.tuples(
 
 
 def together(seen) -> Outcomes:
-    """Outcomes given as (group, depth, on path, log q, accepted)."""
-    columns = list(zip(*seen, strict=True)) or [()] * 5
-    kinds = (np.intp, np.intp, np.intp, float, bool)
+    """Outcomes given as (group, depth, on path, log q, accepted), parents certain; or with the
+    parent's score before the last."""
+    seen = [one if len(one) == 6 else (*one[:-1], 1.0, one[-1]) for one in seen]
+    columns = list(zip(*seen, strict=True)) or [()] * 6
+    kinds = (np.intp, np.intp, np.intp, float, float, bool)
     return Outcomes(*(np.array(c, kind) for c, kind in zip(columns, kinds, strict=True)))
 
 
@@ -192,22 +194,46 @@ def test_what_is_expected_of_the_best_is_what_they_bring():
 # Collecting
 
 
-def test_outcomes_are_the_children_of_accepted_nodes():
+def test_every_verified_node_is_an_outcome():
     tree = DraftTree(
         parents=[-1, 0, 1, 0, 3, 1],
         depths=[0, 1, 2, 1, 2, 2],
         ranks=[-1, 0, 0, 1, 0, 1],
+        scores=[1.0, 0.9, 0.7, 0.1, 0.05, 0.15],
         log_probs=[0.0, -0.1, -0.2, -1.0, -0.3, -2.0],
     )
     found = outcomes_of([tree, ROOT_ONLY, tree], [[1, 5], [], []], [2, 0, 3])
-    assert found.groups_N.tolist() == [2, 2, 2, 2, 3, 3]
-    assert found.depths_N.tolist() == [1, 2, 1, 2, 1, 1]
-    assert found.on_path_N.tolist() == [1, 1, 1, 1, 1, 1]
-    assert found.log_qs_N.tolist() == [-0.1, -0.2, -1.0, -2.0, -0.1, -1.0]
-    assert found.accepted_N.tolist() == [True, False, False, True, False, False]
-    off = outcomes_of([tree], [[3]], [0])
-    assert off.on_path_N.tolist() == [1, 1, 0]
+    assert found.groups_N.tolist() == [2] * 5 + [3] * 5
+    assert found.depths_N.tolist() == [1, 2, 1, 2, 2] * 2
+    assert found.on_path_N.tolist() == [1, 1, 1, 0, 1] * 2
+    assert found.log_qs_N.tolist() == [-0.1, -0.2, -1.0, -0.3, -2.0] * 2
+    assert found.parent_scores_N.tolist() == [1.0, 0.9, 1.0, 0.1, 0.9] * 2
+    assert found.accepted_N.tolist() == [True, False, False, False, True] + [False] * 5
     assert outcomes_of([], [], []).num_outcomes == 0
+
+
+def test_paths_are_expected_to_bring_what_they_bring_where_positions_hang_together():
+    """Contexts are easy or hard for all positions at once, which no map of one q can see.
+
+    Expected over realised tokens within 1.5 % after learning; counting children of accepted nodes
+    only, they fall short by 4 %.
+    """
+    generator = np.random.default_rng(7)
+    model = AcceptanceModel(DEPTH)
+    expected = realised = 0.0
+    chain = {"parents": [-1, 0, 1, 2], "depths": [0, 1, 2, 3], "ranks": [-1, 0, 0, 0]}
+    for step in range(8_000):
+        easy = generator.random() < 0.5
+        truth = 0.7 if easy else 0.3
+        qs = (np.array([0.5, truth, truth]) + generator.normal(0, 0.05, DEPTH)).clip(0.02, 0.98)
+        log_probs = np.log(qs)[None, :, None].astype(np.float32)
+        scores = np.exp(model.log_scores(log_probs, np.array([0])).on_RDK[0, :, 0]).cumprod()
+        tree = DraftTree(**chain, scores=[1.0, *scores], log_probs=[0.0, *np.log(qs)])
+        depth = int((generator.random(DEPTH) < truth).cumprod().sum())
+        if step >= 2_000:
+            expected, realised = expected + tree.expected_tokens, realised + 1 + depth
+        model.observe(outcomes_of([tree], [[1, 2, 3][:depth]], [0]))
+    assert expected == pytest.approx(realised, rel=0.015)
 
 
 def test_all_outcomes_of_a_step_count_as_one_by_one():
@@ -250,7 +276,7 @@ def test_what_was_learnt_can_be_kept():
         ({"knots": [0.5]}, "version"),
         ({"trials": [1.0]}, "shape"),
         ({"trials": None}, "shape"),
-        ({"successes": (np.ones((NUM_GROUPS, DEPTH, 2, len(KNOTS)))).tolist()}, "successes"),
+        ({"trials": np.full((NUM_GROUPS, DEPTH, 2, len(KNOTS)), -1.0).tolist()}, "trials"),
     ],
     ids=["version", "knots", "shape", "nothing", "impossible"],
 )

@@ -280,7 +280,8 @@ def test_slots_are_reused_without_growth():
     cache.check()
 
 
-def test_scratch_and_strangers_change_nothing():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_scratch_and_strangers_change_nothing(dtype):
     """Whatever finite values lie beyond a row's length and in other slots, attention ignores them.
 
     Finite is the contract: a masked NaN or infinity would still spoil a sum, which is why the
@@ -289,12 +290,12 @@ def test_scratch_and_strangers_change_nothing():
     generator = torch.Generator().manual_seed(0)
 
     def attended(poison: float) -> torch.Tensor:
-        cache = KVCache(1, HEADS, SIZE, torch.float64, CPU)
+        cache = KVCache(1, HEADS, SIZE, dtype, CPU)
         slots = [cache.open(300), cache.open(300), cache.open(300)]
         for slot, length in zip(slots, (5, 40, 0), strict=True):
             slot._group.entries[:, slot.first_entry : slot.first_entry + slot.capacity] = poison
             generator.manual_seed(length)
-            context = torch.randn(length, 2, HEADS, SIZE, generator=generator, dtype=torch.float64)
+            context = torch.randn(length, 2, HEADS, SIZE, generator=generator, dtype=dtype)
             places = torch.arange(slot.first_entry, slot.first_entry + length)
             cache.write(0, slot, places, context)
             slot.length = length
@@ -303,9 +304,7 @@ def test_scratch_and_strangers_change_nothing():
         sizes = ((slots[0], 3, visible), (slots[1], 1, visible[:1, :1]), (slots[2], 2, None))
         plan = AttentionPlan(cache, [PassRow(*row) for row in sizes], 2 * HEADS)
         generator.manual_seed(99)
-        queries = torch.randn(6, 2 * HEADS, SIZE, generator=generator, dtype=torch.float64)
-        own = torch.randn(6, 2, HEADS, SIZE, generator=generator, dtype=torch.float64)
-        return plan.attend(0, queries, own)
+        return plan.attend(0, torch.randn(6, 4 * HEADS, SIZE, generator=generator, dtype=dtype))
 
     clean = attended(0.0)
     for poison in (1e30, -1e30, 12345.678):

@@ -19,7 +19,7 @@ from synthetic_devices import (
 )
 
 from bastion_batch.core.correction import Correction, Place
-from bastion_batch.core.latency import WINDOW, LatencyModel
+from bastion_batch.core.latency import OPTIMISM, WINDOW, LatencyModel
 from bastion_batch.core.roofline import PassLoad, Timing
 
 
@@ -288,3 +288,16 @@ def test_a_correction_on_another_grid_is_refused():
     data["correction"]["grid"][0] = [1, 2, 3]
     with pytest.raises(ValueError, match="grid"):
         LatencyModel.from_dict(LLAMA, data)
+
+
+def test_sizes_never_seen_are_hoped_for_and_soon_are_not():
+    model = LatencyModel(LLAMA, SPEED)
+    load = PassLoad.of(np.array([8.0, 16.0, 17.0]), 2, 300)
+    unseen = model.hopeful_seconds_of(load) / model.seconds_of(load)
+    np.testing.assert_allclose(unseen, 1 - OPTIMISM)
+    for _ in range(99):
+        model.observe(PassLoad.of(np.array(14.0), 2, 300), 1e-3)
+    hopes = model.hopeful_seconds_of(load) / model.seconds_of(load)
+    np.testing.assert_allclose(hopes, [1 - OPTIMISM, 1 - OPTIMISM / 10, 1 - OPTIMISM])
+    other_rows = PassLoad.of(np.array([16.0]), 16, 300)
+    assert model.hopeful_seconds_of(other_rows) < model.seconds_of(other_rows) * 0.91

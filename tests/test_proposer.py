@@ -29,6 +29,8 @@ class Verify:
     def seconds_of(self, load: PassLoad):
         return 1 + self._token_seconds * np.maximum(load.num_tokens - self._free, 0)
 
+    hopeful_seconds_of = seconds_of
+
 
 class Costs:
     """What steps cost, as if known; remembers what it was told of draft passes."""

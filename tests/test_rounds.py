@@ -262,7 +262,7 @@ def learnt() -> AcceptanceModel:
         on_path = random.integers(0, 2, 300)
         accepted = random.random(300) < np.exp(log_qs) * np.where(on_path, 0.8, 0.3)
         depths = random.integers(1, 4, 300)
-        model.observe(Outcomes(np.full(300, 2), depths, on_path, log_qs, accepted))
+        model.observe(Outcomes(np.full(300, 2), depths, on_path, log_qs, np.ones(300), accepted))
     return model
 
 

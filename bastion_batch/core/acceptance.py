@@ -1,10 +1,15 @@
 """How probable it is that a drafted token is accepted, learnt from what was.
 
 The drafter's `q` is a marginal, and off its own most probable path it overstates most. Every
-verified node whose parent was accepted is one yes or no for its `q`; per sampling group, depth and
-whether the parent lies on the top-1 path, an increasing map from `q` to acceptance is kept. All
-children of a parent share one map and are scaled to sum to at most 1, so siblings keep their order
-and a child never outscores its parent: all that best-first needs.
+verified node is one yes or no for its `q`; per sampling group, depth and whether the parent lies on
+the top-1 path, an increasing map from `q` to acceptance is kept. All children of a parent share one
+map and are scaled to sum to at most 1, so siblings keep their order and a child never outscores its
+parent: all that best-first needs.
+
+A node counts as much as its parent was thought likely to be accepted, so that what the maps of a
+path multiply to is what comes true of whole paths. Counted only where the parent was accepted, each
+map would be right and the product 5 % too small at depth 2 and more: where the drafter is sure of a
+later position it is right more often about the ones before, too.
 
 Where little was seen a map leans on what was seen near by: the prior is scaled by how far it
 overstates at the same depth and path, and that in turn by how far it does in the whole group. One
@@ -23,7 +28,7 @@ from numpy.typing import NDArray
 from bastion_batch.core.tree import DraftTree, PathScores
 from bastion_batch.records import SamplingParams
 
-VERSION = 1
+VERSION = 2
 """Raised when what was learnt by an older version would be misread."""
 
 KNOTS = np.array([1e-4, 1e-3, 4e-3, 0.015, 0.04, 0.1, 0.2, 0.32, 0.45, 0.6, 0.75, 0.87, 0.95, 0.99])
@@ -43,7 +48,7 @@ FORGET_PER_REFRESH = 0.998
 
 
 class Outcomes(NamedTuple):
-    """Verified nodes whose parent was accepted."""
+    """Verified nodes, and what came of them."""
 
     groups_N: NDArray[np.intp]
     depths_N: NDArray[np.intp]
@@ -51,6 +56,8 @@ class Outcomes(NamedTuple):
     on_path_N: NDArray[np.intp]
     """1 where the parent lies on the drafter's top-1 path, else 0."""
     log_qs_N: NDArray[np.float64]
+    parent_scores_N: NDArray[np.float64]
+    """How probable it was thought that the parent is accepted."""
     accepted_N: NDArray[np.bool_]
 
     @property
@@ -69,23 +76,28 @@ def outcomes_of(
         paths: the accepted nodes of each.
         groups: the sampling group of each.
     """
-    found: list[tuple[int, int, bool, float, bool]] = []
+    found: list[tuple[int, int, bool, float, float, bool]] = []
     for tree, path, group in zip(trees, paths, groups, strict=True):
-        if not tree.num_nodes:
-            continue
-        accepted, on_path = {0, *path}, set(tree.top1_path)
+        accepted, on_path = {*path}, set(tree.top1_path)
         found.extend(
-            (group, tree.depths[node], parent in on_path, tree.log_probs[node], node in accepted)
-            for node, parent in enumerate(tree.parents)
-            if parent in accepted
+            (
+                group,
+                tree.depths[node],
+                parent in on_path,
+                tree.log_probs[node],
+                tree.scores[parent],
+                node in accepted,
+            )
+            for node, parent in enumerate(tree.parents[1:], start=1)
         )
-    columns = zip(*found, strict=True) if found else ((),) * 5
-    groups, depths, on_path, log_qs, accepted = columns
+    columns = zip(*found, strict=True) if found else ((),) * 6
+    groups, depths, on_path, log_qs, parent_scores, accepted = columns
     return Outcomes(
         groups_N=np.array(groups, np.intp),
         depths_N=np.array(depths, np.intp),
         on_path_N=np.array(on_path, np.intp),
         log_qs_N=np.array(log_qs, np.float64),
+        parent_scores_N=np.array(parent_scores, np.float64),
         accepted_N=np.array(accepted, np.bool_),
     )
 
@@ -116,7 +128,7 @@ class AcceptanceModel:
 
     @property
     def num_outcomes(self) -> float:
-        """Outcomes remembered, old ones at a discount."""
+        """Outcomes remembered by the scores of their parents, old ones at a discount."""
         return float(self._trials.sum())
 
     def log_scores(
@@ -161,7 +173,7 @@ class AcceptanceModel:
             below, weight = self._place(outcomes.log_qs_N)
             maps = outcomes.groups_N, outcomes.depths_N - 1, outcomes.on_path_N
             for knots, share in ((below, 1 - weight), (below + 1, weight)):
-                np.add.at(self._trials, (*maps, knots), share)
+                np.add.at(self._trials, (*maps, knots), share * outcomes.parent_scores_N)
                 np.add.at(self._successes, (*maps, knots), share * outcomes.accepted_N)
             self._seen.update(outcomes.groups_N.tolist())
         self._steps += 1
@@ -195,9 +207,9 @@ class AcceptanceModel:
         trials, successes = (np.array(data.get(k), float) for k in ("trials", "successes"))
         if trials.shape != model._trials.shape or successes.shape != trials.shape:
             raise ValueError(f"acceptance of shape {trials.shape}, not {model._trials.shape}")
-        if not ((successes >= 0) & (successes <= trials + 0.01)).all():
-            raise ValueError("acceptance has more successes than trials")
-        model._trials, model._successes = trials, np.minimum(successes, trials)
+        if not (np.isfinite(trials) & np.isfinite(successes)).all() or (trials < 0).any():
+            raise ValueError("acceptance of trials or successes that are not numbers of any")
+        model._trials, model._successes = trials, np.maximum(successes, 0)
         model._seen = set(np.flatnonzero(trials.sum((1, 2, 3))).tolist())
         for group in model._seen:
             model._maps[group] = model._fitted(group)

@@ -50,7 +50,7 @@ class DraftGate:
     break-even the decision does not flap.
 
     Args:
-        noise: standard deviation of the gain of one step.
+        noise: standard deviation of the gain of one step, until it has been seen.
         max_wait: most steps from one trial to the next.
     """
 
@@ -61,13 +61,20 @@ class DraftGate:
     HORIZONS = (16, 128)
     """Drafted steps that the two means go back: one to notice a change, one to be sure."""
 
+    NOISE_WEIGHT = 8
+    """Steps that the noise given at first is worth."""
+    NOISE_HORIZON = 256
+    """Steps over which noise is measured."""
+
     def __init__(self, noise: float, max_wait: int = 256) -> None:
-        self._noise = noise
+        self._variance = noise**2
+        self._variance_weight = self.NOISE_WEIGHT
         self._max_wait = max_wait
         self._wait = self.MIN_WAIT
         self._resume_at = 0
         self._means = [0.0 for _ in self.HORIZONS]
         self._num_observed = 0
+        self._last_gain: float | None = None
 
     def wants_draft(self, step: int) -> bool:
         """Whether to draft in this step; steps are counted by the caller."""
@@ -81,10 +88,11 @@ class DraftGate:
             gain: tokens more than without drafting in the same time; a share or a number, as
                 `noise` is.
         """
+        self._measure_noise(gain)
         self._num_observed += 1
         counts = [min(self._num_observed, horizon) for horizon in self.HORIZONS]
         self._means = [m + (gain - m) / n for m, n in zip(self._means, counts, strict=True)]
-        doubts = [self._noise / math.sqrt(n) for n in counts]
+        doubts = [math.sqrt(self._variance / n) for n in counts]
         pairs = list(zip(self._means, doubts, strict=True))
         patience = 1.0 if self._num_observed >= self.LONG_TRIAL else self.PATIENCE
         if any(mean < -patience * doubt for mean, doubt in pairs):
@@ -94,6 +102,14 @@ class DraftGate:
         elif all(mean > doubt for mean, doubt in pairs):
             self._wait = self.MIN_WAIT
 
+    def _measure_noise(self, gain: float) -> None:
+        """By how far a step is from the one before: a slow change of the mean is no noise."""
+        last, self._last_gain = self._last_gain, gain
+        if last is None:
+            return
+        self._variance_weight = min(self._variance_weight + 1, self.NOISE_HORIZON)
+        self._variance += ((gain - last) ** 2 / 2 - self._variance) / self._variance_weight
+
 
 class BatchGates:
     """A gate per power of two of the batch size, as what pays depends on it.
@@ -101,8 +117,9 @@ class BatchGates:
     A size that is new, or that comes back after its wait is over, is tried at once.
     """
 
-    ROW_NOISE = 0.35
-    """Standard deviation of one row's gain, as a share of what it would commit plainly."""
+    ROW_NOISE = 0.5
+    """Standard deviation of one row's gain, as a share of what it would commit plainly: 0.35 with
+    a weak drafter, 0.65 with one that has two tokens accepted per step."""
 
     def __init__(self) -> None:
         self._gates: dict[int, DraftGate] = {}

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from numba import njit
+from numba.extending import intrinsic as _intrinsic
 
 logger = logging.getLogger(__name__)
 
@@ -24,3 +25,13 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
             return njit(**options)(function)
 
     return decorate
+
+
+def instruction(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of compiled loops that is written in the compiler's own instructions.
+
+    Args:
+        function: takes the typing context and the types of the arguments, without which the loops
+            call it; returns its signature and what builds it.
+    """
+    return _intrinsic(function)

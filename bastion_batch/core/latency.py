@@ -8,7 +8,7 @@ from typing import Any, Self, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from bastion_batch.core.correction import TOKENS, Correction, Place
+from bastion_batch.core.correction import ROWS, TOKENS, Correction, Place
 from bastion_batch.core.devices import DeviceSpeed
 from bastion_batch.core.fitting import fit_roofline, undisturbed
 from bastion_batch.core.roofline import ModelShape, PassLoad, Roofline, Timing
@@ -20,6 +20,10 @@ SHOWN_TOKENS = (1, 4, 16, 64, 256)
 SHOWN_ROWS = (1, 8, 32)
 SHOWN_CONTEXTS = (128, 2048)
 """Passes whose correction is shown in a summary; contexts are per row."""
+
+
+OPTIMISM = 0.1
+"""How much less than predicted a pass may take whose size was never observed, as a share."""
 
 
 class LatencyModel:
@@ -46,6 +50,7 @@ class LatencyModel:
         self.correction = correction or Correction()
         self.num_observed = 0
         self._errors: deque[float] = deque(maxlen=WINDOW)
+        self._visits = np.zeros((len(ROWS), len(TOKENS)))
 
     @property
     def median_error(self) -> float | None:
@@ -90,6 +95,20 @@ class LatencyModel:
         factors = self.correction.factors(load.num_tokens, load.num_rows, load.context_tokens)
         return self._prices.of(load) * factors
 
+    def hopeful_seconds_of(self, load: PassLoad) -> NDArray[np.float64]:
+        """What passes may take at best, for all that is known: to choose by, so that sizes are tried.
+
+        A size that was measured badly once, and so is never chosen, would stay wrong for ever.
+        """
+        visits = self._visits[self._visited(load)]
+        return self.seconds_of(load) * (1 - OPTIMISM / np.sqrt(1 + visits))
+
+    def _visited(self, load: PassLoad) -> tuple[int, NDArray[np.intp]]:
+        """Which sizes of pass count as one: up to the next point of the grid, as stairs go."""
+        rows = np.searchsorted(ROWS, min(load.num_rows, ROWS[-1]))
+        tokens = np.searchsorted(TOKENS, np.minimum(load.num_tokens, TOKENS[-1]))
+        return int(rows), tokens
+
     def base_seconds(self, load: PassLoad) -> float:
         """The roofline of a pass, without what was learnt since it was fitted."""
         return float(self._prices.of(load))
@@ -99,6 +118,7 @@ class LatencyModel:
         predicted = float(self.seconds_of(load))
         self._errors.append(abs(predicted / seconds - 1))
         self.num_observed += 1
+        self._visits[self._visited(load)] += 1
         num_rows, context_tokens = load.num_rows, load.context_tokens
         place = Place.of(float(load.num_tokens), num_rows, context_tokens)
         self.correction.observe(place, math.log(seconds / predicted))

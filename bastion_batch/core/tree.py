@@ -61,8 +61,8 @@ class DraftTree:
     parents: list[int]
     depths: list[int]
     ranks: list[int]
-    expected_tokens: float = 1.0
-    """One for the bonus token plus the score of every node's path."""
+    scores: list[float] = field(default_factory=lambda: [1.0])
+    """How probable it is thought that each node is accepted; 1 for the root."""
     log_probs: list[float] = field(default_factory=lambda: [0.0])
     """The drafter's log-probability of every node alone."""
 
@@ -70,6 +70,11 @@ class DraftTree:
     def num_nodes(self) -> int:
         """Drafted nodes, the root not counted."""
         return len(self.parents) - 1
+
+    @property
+    def expected_tokens(self) -> float:
+        """One for the bonus token plus the score of every node."""
+        return sum(self.scores)
 
     @property
     def top1_path(self) -> list[int]:
@@ -227,7 +232,7 @@ def plant(candidates: Candidates, taken: NDArray[np.intp], num_rows: int) -> lis
     parents: list[list[int]] = [[-1] for _ in range(num_rows)]
     depths: list[list[int]] = [[0] for _ in range(num_rows)]
     ranks: list[list[int]] = [[-1] for _ in range(num_rows)]
-    expected = [1.0] * num_rows
+    scores: list[list[float]] = [[1.0] for _ in range(num_rows)]
     log_probs: list[list[float]] = [[0.0] for _ in range(num_rows)]
     node_of: dict[int, int] = {-1: 0}
     chosen = zip(
@@ -245,9 +250,9 @@ def plant(candidates: Candidates, taken: NDArray[np.intp], num_rows: int) -> lis
         parents[row].append(node_of[parent])
         depths[row].append(depth)
         ranks[row].append(rank)
-        expected[row] += score
+        scores[row].append(score)
         log_probs[row].append(log_prob)
-    parts = zip(parents, depths, ranks, expected, log_probs, strict=True)
+    parts = zip(parents, depths, ranks, scores, log_probs, strict=True)
     return [DraftTree(*tree) for tree in parts]
 
 

@@ -1,7 +1,8 @@
 """Attention of one packed pass: which rows are computed together and what each token sees.
 
 A pass is one sequence of tokens, row after row. Linear layers see exactly those tokens; attention
-runs once per batch of rows that lie side by side in the cache. Tokens of a row see the row's whole
+runs once per batch of rows that lie side by side in the cache, or on a CPU, for rows with few
+tokens, row by row (`row_attention`). Tokens of a row see the row's whole
 context and, among the row's own tokens, what the row's `visible` matrix says: ancestors in a tree,
 earlier tokens in a prompt, everything in a drafter's block.
 
@@ -10,6 +11,7 @@ H query heads, G key-value heads, Q = H / G query heads per key-value head, D he
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +20,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bastion_batch.engine import row_attention
 from bastion_batch.engine.cache import KVCache, Slot
+from bastion_batch.engine.row_attention import PackedRow, RowAttention
 from bastion_batch.engine.transfer import to_device
 
 
@@ -37,6 +41,10 @@ class PassRow(NamedTuple):
     oldest_T: NDArray[np.intp] | None = None
     """The first context token that each token sees, `[num_tokens]`; None where all see all."""
 
+    def sees(self) -> NDArray[np.bool_]:
+        """What its tokens see of each other, `[num_tokens, num_tokens]`."""
+        return np.tri(self.num_tokens, dtype=np.bool_) if self.visible is None else self.visible
+
 
 class _Batch(NamedTuple):
     slots: list[Slot]
@@ -52,8 +60,16 @@ class _Batch(NamedTuple):
 class Attends(Protocol):
     """How every layer of a pass attends."""
 
-    def attend(self, layer: int, queries_SHD: Tensor, keys_values: Tensor) -> Tensor:
-        """Store the tokens' keys and values `[S, 2, G, D]`, then attend: `[S, H * D]`."""
+    def attend(self, layer: int, heads_SHD: Tensor) -> Tensor:
+        """Store the tokens' keys and values, then attend.
+
+        Args:
+            layer: of the cache.
+            heads_SHD: queries, keys and values side by side, `[S, H + 2 G, D]`, contiguous.
+
+        Returns:
+            `[S, H * D]`.
+        """
         ...
 
 
@@ -79,24 +95,46 @@ class AttentionPlan:
         num_padding: int = 0,
     ) -> None:
         self._cache = cache
+        self._num_q_heads = num_q_heads
         self._num_padding = num_padding
         self._batches: list[_Batch] = []
-        start = 0
-        for batch in _side_by_side(rows, call_pairs(cache.device)):
+        self._by_row: list[RowAttention] = []
+        placed = _placed(rows)
+        few = [pair for pair in placed if _is_for_its_own(cache, pair[1])]
+        for _, pairs in groupby(few, key=lambda pair: pair[1].slot.capacity):
+            packed = [PackedRow(start, row.slot, row.sees()) for start, row in pairs]
+            self._by_row.append(RowAttention(cache, packed))
+        many = [pair for pair in placed if not _is_for_its_own(cache, pair[1])]
+        for start, batch in _side_by_side(many, call_pairs(cache.device)):
             self._batches.append(_make_batch(cache, batch, start, num_q_heads))
-            start = self._batches[-1].stop
 
-    def attend(self, layer: int, queries_SHD: Tensor, keys_values: Tensor) -> Tensor:
-        """Store the tokens' keys and values `[S, 2, G, D]`, then attend: `[S, H * D]`."""
-        outputs = []
-        for batch in self._batches:
-            tokens = slice(batch.start, batch.stop)
-            self._cache.write(layer, batch.slots[0], batch.places_S, keys_values[tokens])
-            keys, values = self._cache.layer_view(layer, batch.slots, batch.num_keys)
-            outputs.append(_attend(batch, queries_SHD[tokens], keys, values))
+    def attend(self, layer: int, heads_SHD: Tensor) -> Tensor:
+        """See `Attends`."""
+        num_tokens, num_q_heads = len(heads_SHD), self._num_q_heads
+        batches = self._batches
+        if len(batches) == 1 and batches[0].stop - batches[0].start == num_tokens:
+            return self._attended(batches[0], layer, heads_SHD)
+        out_SHD = heads_SHD.new_empty(num_tokens, num_q_heads, heads_SHD.shape[-1])
+        for rows in self._by_row:
+            rows.attend(layer, heads_SHD, out_SHD)
+        out_SF = out_SHD.flatten(1)
+        for batch in batches:
+            out_SF[batch.start : batch.stop] = self._attended(batch, layer, heads_SHD)
         if self._num_padding:
-            outputs.append(outputs[0].new_zeros(self._num_padding, outputs[0].shape[-1]))
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+            out_SF[num_tokens - self._num_padding :] = 0
+        return out_SF
+
+    def _attended(self, batch: "_Batch", layer: int, heads_SHD: Tensor) -> Tensor:
+        heads_SHD = heads_SHD[batch.start : batch.stop]
+        keys_values = keys_values_of(heads_SHD, self._num_q_heads)
+        self._cache.write(layer, batch.slots[0], batch.places_S, keys_values)
+        keys, values = self._cache.layer_view(layer, batch.slots, batch.num_keys)
+        return _attend(batch, heads_SHD[:, : self._num_q_heads], keys, values)
+
+
+def keys_values_of(heads_SHD: Tensor, num_q_heads: int) -> Tensor:
+    """Keys and values `[S, 2, G, D]` of what lies side by side as `Attends.attend` takes it."""
+    return heads_SHD[:, num_q_heads:].unflatten(1, (2, -1))
 
 
 class StorePlan:
@@ -131,25 +169,42 @@ def pass_order(slots: Sequence[Slot], is_prompt: Sequence[bool]) -> list[int]:
     return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _side_by_side(rows: Sequence[PassRow], pairs_per_call: int) -> list[list[PassRow]]:
-    """Cut the rows into batches that lie side by side in the cache.
+def _placed(rows: Sequence[PassRow]) -> list[tuple[int, PassRow]]:
+    """Each row with its first token in the pass."""
+    starts = accumulate((row.num_tokens for row in rows), initial=0)
+    return list(zip(starts, rows, strict=False))
+
+
+def _is_for_its_own(cache: KVCache, row: PassRow) -> bool:
+    return row.oldest_T is None and row_attention.suits(cache, row.num_tokens, row.slot.length)
+
+
+def _side_by_side(
+    placed: Sequence[tuple[int, PassRow]], pairs_per_call: int
+) -> list[tuple[int, list[PassRow]]]:
+    """Cut the rows into batches that lie side by side in the cache and in the pass.
 
     A row joins the batch before it unless what both would be padded by costs more than a batch of
     its own does.
+
+    Returns:
+        first token and rows of each batch.
     """
-    batches: list[list[PassRow]] = []
-    longest = most_keys = 0
-    for row in rows:
+    batches: list[tuple[int, list[PassRow]]] = []
+    longest = most_keys = stop = 0
+    for start, row in placed:
         size, num_keys = row.num_tokens, row.slot.length + row.num_tokens
         both = (max(longest, size), max(most_keys, num_keys))
-        if batches and _are_neighbours(batches[-1][-1], row):
-            count = len(batches[-1])
+        follows = stop == start
+        stop = start + size
+        if batches and follows and _are_neighbours(batches[-1][1][-1], row):
+            count = len(batches[-1][1])
             apart = count * longest * most_keys + size * num_keys + pairs_per_call
             if (count + 1) * both[0] * both[1] <= apart:
-                batches[-1].append(row)
+                batches[-1][1].append(row)
                 longest, most_keys = both
                 continue
-        batches.append([row])
+        batches.append((start, [row]))
         longest, most_keys = size, num_keys
     return batches
 
@@ -194,8 +249,7 @@ def _mask(
     own_BTT = np.zeros((len(rows), longest, longest), np.bool_)
     for number, row in enumerate(rows):
         size = row.num_tokens
-        own = np.tri(size, dtype=np.bool_) if row.visible is None else row.visible
-        own_BTT[number, :size, :size] = own
+        own_BTT[number, :size, :size] = row.sees()
         own_BTT[number, size:] = own_BTT[number, size - 1]
     has_windows = any(row.oldest_T is not None for row in rows)
     if own_BTT.all() and (contexts == contexts[0]).all() and not has_windows:

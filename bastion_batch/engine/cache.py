@@ -237,6 +237,10 @@ class KVCache:
         entries = entries[slots[0].index : slots[-1].index + 1, :num_keys]
         return entries[:, :, 0].transpose(1, 2), entries[:, :, 1].transpose(1, 2)
 
+    def entries_of(self, slot: Slot) -> Tensor:
+        """All entries `[L, N, 2, G, D]` of the group that `slot` belongs to, until it changes."""
+        return slot._group.entries
+
     def write(self, layer: int, slot: Slot, places: Tensor, keys_values: Tensor) -> None:
         """Store entries `[n, 2, G, D]` at flat places of the group that `slot` belongs to."""
         slot._group.entries[layer].index_copy_(0, places, keys_values)

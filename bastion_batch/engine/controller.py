@@ -76,8 +76,11 @@ class Controller:
         if chunks:
             load = load.plus(load_of_chunks(chunks))
         verify_seconds_N = self._costs.verify.seconds_of(load)
-        step_seconds_N = verify_seconds_N + other_seconds + drafting_seconds
-        budget = best_budget(candidates.log_scores_N, num_rows, step_seconds_N)
+        beside = other_seconds + drafting_seconds
+        hopeful_seconds_N = self._costs.verify.hopeful_seconds_of(load) + beside
+        budget = best_budget(candidates.log_scores_N, num_rows, hopeful_seconds_N)
+        step_seconds = float(verify_seconds_N[budget.num_nodes]) + beside
+        budget = budget._replace(tokens_per_second=budget.expected_tokens / step_seconds)
         plain_seconds = (
             float(verify_seconds_N[0])
             if chunks
@@ -85,7 +88,7 @@ class Controller:
         )
         self._trial = _Trial(
             num_rows=num_rows,
-            predicted_seconds=budget.expected_tokens / budget.tokens_per_second,
+            predicted_seconds=step_seconds,
             plain_rate=num_rows / (plain_seconds + other_seconds),
         )
         return budget

@@ -21,11 +21,12 @@ from bastion_batch.engine.costs import StepCosts
 from bastion_batch.engine.device import device_speed, median_seconds
 from bastion_batch.engine.drafters import Drafter, DraftRow
 from bastion_batch.engine.row import Row
+from bastion_batch.engine.row_attention import attends_by_row
 from bastion_batch.engine.step import Work, verify
 from bastion_batch.engine.target import Target
 from bastion_batch.records import Request
 
-CALIBRATION_VERSION = 3
+CALIBRATION_VERSION = 4
 """Of the grids, the fit and what is kept of them: profiles of another version are not read."""
 
 MAX_CACHE_BYTES = 1 << 30
@@ -136,7 +137,9 @@ def measure(target: Target, drafter: Drafter | None, *, thorough: bool = False) 
     model = LatencyModel(target.shape, speed)
     verify_timings = time_verify(target, _taps(drafter), grid.verify, grid.verify_seconds)
     model.fit(verify_timings)
-    pairs = call_pairs(target.device)
+    # Rows that are computed one by one are neither padded nor called for.
+    by_row = attends_by_row(target.device, target.dtype)
+    pairs = 0 if by_row else call_pairs(target.device)
     if drafter is None or drafter.shape is None:
         return Calibration(StepCosts(model, None, pairs), verify_timings, [])
     draft = LatencyModel(drafter.shape, speed)

@@ -194,8 +194,8 @@ class DecoderStack:
         cos, sin = self.rotary.at(positions_S, max_position)
         outputs: dict[int, Tensor] = {-1: hidden_SE}
         for number, layer in enumerate(self.layers):
-            heads, keys_values = self.project(layer, self.norm(x, layer.input_norm), cos, sin)
-            attended = plan.attend(number, heads, keys_values)
+            heads = self.project(layer, self.norm(x, layer.input_norm), cos, sin)
+            attended = plan.attend(number, heads)
             x = layer.output.plus(attended, x)
             x = layer.down.plus(layer.gate_up(self.norm(x, layer.post_norm)), x)
             if number in taps:
@@ -203,10 +203,8 @@ class DecoderStack:
         tapped = torch.cat([outputs[tap] for tap in taps], -1) if taps else None
         return StackOutput(self.norm(x, self.final_norm), tapped)
 
-    def project(
-        self, layer: Layer, normed_SE: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Rotated queries `[S, H, D]`, and rotated keys with values `[S, 2, G, D]`."""
+    def project(self, layer: Layer, normed_SE: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotated queries, rotated keys and values side by side, `[S, H + 2 G, D]`."""
         config = self.config
         heads = layer.qkv(normed_SE).unflatten(-1, (-1, config.head_dim))
         num_rotated = config.num_q_heads + config.num_kv_heads
@@ -217,8 +215,7 @@ class DecoderStack:
             if layer.qk_norm is not None:
                 rotated.copy_(self.norm(rotated, None).mul_(layer.qk_norm))
             _rotate(rotated, cos, sin)
-        keys_values = heads[:, config.num_q_heads :]
-        return heads[:, : config.num_q_heads], keys_values.unflatten(1, (2, config.num_kv_heads))
+        return heads
 
     def norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Root-mean-square normalisation over the last dimension."""

@@ -20,9 +20,9 @@ class LayeredPlan:
     def __init__(self, plans_L: Sequence[AttentionPlan]) -> None:
         self._plans_L = plans_L
 
-    def attend(self, layer: int, queries_SHD: Tensor, keys_values: Tensor) -> Tensor:
+    def attend(self, layer: int, heads_SHD: Tensor) -> Tensor:
         """As `AttentionPlan.attend`, by the layer's own plan."""
-        return self._plans_L[layer].attend(layer, queries_SHD, keys_values)
+        return self._plans_L[layer].attend(layer, heads_SHD)
 
 
 class BlockAttention:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bastion_batch.core.roofline import ModelShape
-from bastion_batch.engine.attention import Attends, StorePlan, pass_order
+from bastion_batch.engine.attention import Attends, StorePlan, keys_values_of, pass_order
 from bastion_batch.engine.cache import KVCache, Slot
 from bastion_batch.engine.drafters import DraftRow, Marginals
 from bastion_batch.engine.drafters.blocks import BlockAttention
@@ -184,8 +184,8 @@ class DFlashDrafter:
         at = to_device(positions, self._target.device)
         cos, sin = self._stack.rotary.at(at, int(positions.max()))
         for number, layer in enumerate(self._stack.layers):
-            _, keys_values = self._stack.project(layer, fused, cos, sin)
-            plan.store(number, keys_values)
+            heads = self._stack.project(layer, fused, cos, sin)
+            plan.store(number, keys_values_of(heads, self._stack.config.num_q_heads))
         for slot, count in zip(slots, counts, strict=True):
             slot.length += count
 

@@ -109,8 +109,8 @@ class DFlash2Drafter(TransitionDrafter):
             zip(stack.layers, self._convolutions, strict=True)
         ):
             convolved = around.attention.before(stack.norm(x, layer.input_norm), width)
-            heads, keys_values = stack.project(layer, convolved.input_SE, cos, sin)
-            output = layer.output(plan.attend(number, heads, keys_values))
+            heads = stack.project(layer, convolved.input_SE, cos, sin)
+            output = layer.output(plan.attend(number, heads))
             x = x + around.attention.after(output, convolved, width)
             convolved = around.mlp.before(stack.norm(x, layer.post_norm), width)
             output = layer.down(layer.gate_up(convolved.input_SE))
