@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from numba import njit
+from numba import cfunc, njit
 from numba.extending import intrinsic as _intrinsic
 
 logger = logging.getLogger(__name__)
@@ -18,13 +18,31 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        try:
-            return njit(cache=True, **options)(function)
-        except RuntimeError as error:  # nowhere to write: numba says so at once
-            logger.info("compiled loops are not kept: %s", error)
-            return njit(**options)(function)
+        return _kept(lambda keep: njit(cache=keep, **options)(function))
 
     return decorate
+
+
+def compiled_address(signature: Any, function: Callable[..., Any]) -> int:  # noqa: ANN401
+    """Compile a function for callers outside Python, and keep the result likewise.
+
+    Args:
+        signature: numba's.
+        function: what to compile.
+
+    Returns:
+        where it is; it stays there.
+    """
+    return _kept(lambda keep: cfunc(signature, cache=keep)(function)).address
+
+
+def _kept(compile_: Callable[[bool], Any]) -> Any:  # noqa: ANN401
+    """Compile with a cache, or without where there is nowhere to write."""
+    try:
+        return compile_(True)
+    except RuntimeError as error:  # numba says so at once
+        logger.info("compiled loops are not kept: %s", error)
+        return compile_(False)
 
 
 def instruction(function: Callable[..., Any]) -> Callable[..., Any]:

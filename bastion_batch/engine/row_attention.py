@@ -14,16 +14,17 @@ entries of a cache's group, R rows, U units of work.
 """
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, cfunc, types
+from numba import carray, types
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bastion_batch.core.compiled import compiled
+from bastion_batch.core.compiled import compiled, compiled_address
 from bastion_batch.engine.cache import KVCache, Slot
 from bastion_batch.engine.floats import float_of_bits, narrow, widen
 from bastion_batch.engine.team import pointer_to, run_by_team, take_next, torchs_team
@@ -100,7 +101,7 @@ class RowAttention:
             self._units_U,
             _words(out_SHD, self._word),
             *self._team,
-            _work.address,
+            _work_address(),
         )
 
 
@@ -331,7 +332,6 @@ def _work_off(job, like):  # noqa: ANN001, ANN202
         _attend_unit(heads_SHD, entries_ED, row, units_U[u], visible_V, num_q_heads, out_SHD)
 
 
-@cfunc(types.void(types.int64), cache=True)
 def _work(job):  # noqa: ANN001, ANN202
     """What every thread of the team does, given the address of the job."""
     job = carray(pointer_to(job, job), (_JOB_FIELDS,))
@@ -353,6 +353,11 @@ def _store(heads_SHD, entries_NKGD, rows_R, num_q_heads):  # noqa: ANN001, ANN20
                 for d in range(size_D):
                     value = heads_SHD[first_token + t, num_q_heads + head, d]
                     entry_KGD[head // num_kv_heads, head % num_kv_heads, d] = value
+
+
+@cache
+def _work_address() -> int:
+    return compiled_address(types.void(types.int64), _work)
 
 
 @compiled()
