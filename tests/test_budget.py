@@ -188,11 +188,11 @@ def test_rows_are_drafted_a_little_deeper_than_their_trees_go():
     for _ in range(20):
         depths.of([1, 2])
         depths.observe([1, 2], [1, 7])
-    assert depths.of([1, 2]) == [3, 8]
-    depths.observe([1], [3])
-    assert depths.of([1, 2]) == [5, 8], "a tree that reached its row's depth may go on"
-    depths.observe([1], [0])
-    assert depths.of([1, 2]) == [3, 8], "one shallow tree takes little away"
+    assert depths.of([1, 2]) == [2, 8]
+    depths.observe([1], [2])
+    assert depths.of([1, 2]) == [3, 8], "a tree that reached its row's depth may go on"
+    depths.observe([2], [0])
+    assert depths.of([1, 2]) == [3, 6], "one shallow tree takes little away"
 
 
 def test_a_new_row_begins_where_rows_of_such_a_batch_are():
@@ -200,8 +200,8 @@ def test_a_new_row_begins_where_rows_of_such_a_batch_are():
     for _ in range(9):
         depths.of([1, 2])
         depths.observe([1, 2], [0, 1])
-    assert depths.of([1]) == [2]
-    assert depths.of([3, 4]) == [3, 3], "the mean, rounded up; row 1 is forgotten"
+    assert depths.of([1]) == [1]
+    assert depths.of([3, 4]) == [2, 2], "the mean, rounded up; row 1 is forgotten"
     assert depths.of([5]) == [8], "of another batch size nothing is known"
 
 

@@ -181,8 +181,9 @@ class DraftDepths:
         max_depth: D; where the first rows of a batch size begin.
     """
 
-    MARGIN = 2
-    """Positions scored beyond the deepest node."""
+    MARGIN = 1
+    """Positions scored beyond the deepest node. A second one takes 5 % of the tokens per second of
+    16 rows on a CPU, and brings 0.7 % of the tokens per step."""
     MAX_FALL = 2
     """Positions fewer from one step to the next."""
     RATE = 0.1

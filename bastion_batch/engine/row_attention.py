@@ -113,6 +113,7 @@ _WORDS: dict[torch.dtype, torch.dtype] = {
 
 def _words(tensor: Tensor, word: torch.dtype) -> NDArray[np.generic]:
     """A contiguous tensor's memory."""
+    assert tensor.is_contiguous()
     return tensor.view(word).numpy()
 
 
