@@ -33,6 +33,8 @@ class LiveRows:
         sampling: of every row. The first rows end early, each at another length, so that rows do
             not all begin and end together.
         keep: takes every completion, with its step records.
+        in_midst: the first rows are given made-up output, so that contexts are at once as long as
+            they are on average; for arms of which only the time matters.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class LiveRows:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         keep: Callable[[Completion], None] = lambda completion: None,
+        *,
+        in_midst: bool = False,
     ) -> None:
         self.engine = engine
-        self._requests = _requests(prompts, sampling, engine.max_batch)
+        self._requests = _requests(prompts, sampling, engine, in_midst=in_midst)
         self._keep = keep
 
     def step(self) -> "TimedStep":
@@ -75,16 +79,23 @@ class TimedStep(NamedTuple):
 
 
 def _requests(
-    prompts: Sequence[Prompt], sampling: SamplingParams, batch_size: int
+    prompts: Sequence[Prompt], sampling: SamplingParams, engine: Engine, *, in_midst: bool
 ) -> Iterator[Request]:
+    batch_size, ends = engine.max_batch, engine.target.ids.end
     for number in count():
-        limit = sampling.max_new_tokens
+        prompt, limit = prompts[number % len(prompts)], sampling.max_new_tokens
+        done: tuple[int, ...] = ()
         if number < batch_size:
-            limit = max(1, limit * (number + 1) // batch_size)
+            left = max(1, limit * (number + 1) // batch_size)
+            if in_midst:
+                done = (next(token for token in prompt if token not in ends),) * (limit - left)
+            else:
+                limit = left
         yield Request(
             row_id=str(number),
-            prompt_ids=prompts[number % len(prompts)],
+            prompt_ids=prompt,
             sampling=replace(sampling, max_new_tokens=limit),
+            generated_ids=done,
             noise_key=number,
         )
 

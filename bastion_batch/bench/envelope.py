@@ -177,7 +177,11 @@ def _rows(
     """Live rows of both engines; the same two if there is but one engine."""
     sampling = bench.config.sampling
     rows = LiveRows(engine, prompts, sampling, acceptance.add)
-    return rows, rows if alone is engine else LiveRows(alone, prompts, sampling)
+    if alone is engine:
+        return rows, rows
+    # Rows of their own get on a token a step, those that arms share several: left to themselves
+    # they would be the shorter ones for the first hundreds of steps.
+    return rows, LiveRows(alone, prompts, sampling, in_midst=True)
 
 
 def _phase(arms: Sequence[Arm], bench: Bench, share: float, progress: Progress) -> Phase:

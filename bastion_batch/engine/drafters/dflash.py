@@ -13,6 +13,7 @@ from copy import copy
 from typing import NamedTuple, Self
 
 import numpy as np
+import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
@@ -146,17 +147,19 @@ class DFlashDrafter:
         features_SF = features_SF.to(self._dtype)
         for key, count in zip(keys, counts, strict=True):
             self.reserve(key, count)
-        fits = [self._pending.has_room(*pair) for pair in zip(keys, counts, strict=True)]
-        if all(fits):
+        full = [k for k, n in zip(keys, counts, strict=True) if not self._pending.has_room(k, n)]
+        if full:
+            # With the rows that will soon be full: few large projections are less work than many.
+            self.catch_up([k for k in keys if k in full or self._pending.is_half_full(k)])
+        parts = list(zip(keys, counts, features_SF.split(list(counts)), strict=True))
+        long = [part for part in parts if not self._pending.has_room(*part[:2])]
+        for key, count, features in long:
+            self._project([key], [count], features)
+        if not long:
             self._pending.put(keys, counts, features_SF)
-            return
-        parts = list(zip(keys, counts, features_SF.split(list(counts)), fits, strict=True))
-        self.catch_up([key for key, _, _, fit in parts if not fit])
-        for key, count, features, _ in parts:
-            if self._pending.has_room(key, count):
-                self._pending.put([key], [count], features)
-            else:
-                self._project([key], [count], features)
+        elif short := [part for part in parts if self._pending.has_room(*part[:2])]:
+            keys, counts, features = zip(*short, strict=True)
+            self._pending.put(keys, counts, torch.cat(features))
 
     def narrow(self, num_ids: int) -> None:
         """Score only the token ids below this from now on."""

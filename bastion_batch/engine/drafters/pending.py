@@ -60,6 +60,10 @@ class PendingTaps:
         """Whether so many more tokens of a row can be put by."""
         return self.num_tokens(key) + num_tokens <= PLACES_PER_ROW
 
+    def is_half_full(self, key: int) -> bool:
+        """Whether half of a row's places are taken."""
+        return 2 * self.num_tokens(key) >= PLACES_PER_ROW
+
     def put(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
         """Put tokens by, after those of the same rows; requires room for them."""
         places: list[int] = []
