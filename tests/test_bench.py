@@ -129,6 +129,17 @@ def test_rows_begin_at_unequal_lengths_and_stay_as_many():
     assert lengths["1"] <= 20
 
 
+def test_rows_may_begin_in_the_midst_of_their_output():
+    """Contexts are as unequal, and on average as long, as after a while."""
+    engine = tiny_engine(max_batch=4)
+    rows = LiveRows(engine, prompts(6), SamplingParams(max_new_tokens=40), in_midst=True)
+    rows.step()
+    assert sorted(engine.num_tokens().values()) == [1, 11, 21, 31]
+    for _ in range(60):
+        rows.step()
+    assert len(engine.num_tokens()) == 4
+
+
 def test_arms_take_turns_forwards_and_backwards():
     engine, lines = tiny_engine(drafter="dflash", max_batch=2), []
     arms = all_arms(LiveRows(engine, prompts(4), GREEDY))
