@@ -100,11 +100,11 @@ class AttentionPlan:
         self._batches: list[_Batch] = []
         self._by_row: list[RowAttention] = []
         placed = _placed(rows)
-        few = [pair for pair in placed if _is_for_its_own(cache, pair[1])]
+        few = [pair for pair in placed if _attends_alone(cache, pair[1])]
         for _, pairs in groupby(few, key=lambda pair: pair[1].slot.capacity):
             packed = [PackedRow(start, row.slot, row.sees()) for start, row in pairs]
             self._by_row.append(RowAttention(cache, packed))
-        many = [pair for pair in placed if not _is_for_its_own(cache, pair[1])]
+        many = [pair for pair in placed if not _attends_alone(cache, pair[1])]
         for start, batch in _side_by_side(many, call_pairs(cache.device)):
             self._batches.append(_make_batch(cache, batch, start, num_q_heads))
 
@@ -124,7 +124,7 @@ class AttentionPlan:
             out_SF[num_tokens - self._num_padding :] = 0
         return out_SF
 
-    def _attended(self, batch: "_Batch", layer: int, heads_SHD: Tensor) -> Tensor:
+    def _attended(self, batch: _Batch, layer: int, heads_SHD: Tensor) -> Tensor:
         heads_SHD = heads_SHD[batch.start : batch.stop]
         keys_values = keys_values_of(heads_SHD, self._num_q_heads)
         self._cache.write(layer, batch.slots[0], batch.places_S, keys_values)
@@ -175,7 +175,7 @@ def _placed(rows: Sequence[PassRow]) -> list[tuple[int, PassRow]]:
     return list(zip(starts, rows, strict=False))
 
 
-def _is_for_its_own(cache: KVCache, row: PassRow) -> bool:
+def _attends_alone(cache: KVCache, row: PassRow) -> bool:
     return row.oldest_T is None and row_attention.suits(cache, row.num_tokens, row.slot.length)
 
 

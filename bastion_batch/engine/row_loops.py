@@ -1,0 +1,257 @@
+"""The loops of `row_attention`: scores, softmax and weighted values of some queries of a row.
+
+Arrays hold bfloat16 as its bits or float32; arithmetic is float32. The work of a layer is a job of
+units, an array of addresses and sizes, which any number of threads work off together.
+
+Shape letters: S tokens of the pass, H query heads, G key-value heads, D head size, L layers, N
+entries of a cache's group, E its lines (an entry's keys and values, head by head), R rows, U units,
+Q queries, K keys, T tokens of a row.
+"""
+
+from functools import cache
+
+import numpy as np
+from numba import carray, types
+
+from bastion_batch.core.compiled import compiled, compiled_address
+from bastion_batch.engine.floats import float_of_bits, narrow, widen
+from bastion_batch.engine.team import pointer_to, run_by_team, take_next
+
+_FAST = {"reassoc", "contract", "nsz"}  # sums may be reordered; infinities and NaN stay
+_QUERIES = 4
+"""Queries that a key is held against at a time; their number is padded to a multiple of it."""
+_KEYS = 8
+"""Values that are added at a time."""
+_ROW_FIELDS = _UNIT_FIELDS = 5
+_JOB_FIELDS = 16
+
+
+@compiled(inline="always", fastmath=_FAST)
+def _exp(x):  # noqa: ANN001, ANN202
+    """`exp(x)` for x up to 0, within 3e-7 of it: 2**n times a polynomial in what remains.
+
+    There is no call in it, so loops over it vectorise.
+    """
+    y = max(x, np.float32(-87)) * np.float32(1.44269504)
+    n = np.floor(y + np.float32(0.5))
+    f = (y - n) * np.float32(0.693147181)
+    p = np.float32(1 / 5040)
+    p = p * f + np.float32(1 / 720)
+    p = p * f + np.float32(1 / 120)
+    p = p * f + np.float32(1 / 24)
+    p = p * f + np.float32(1 / 6)
+    p = p * f + np.float32(0.5)
+    p = p * f + np.float32(1)
+    p = p * f + np.float32(1)
+    return p * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
+
+
+@compiled(fastmath=_FAST, error_model="numpy")
+def _softmax(scores_K, seen_T):  # noqa: ANN001, ANN202
+    """In place, up to its sum, which is returned. The last T keys count where `seen_T` says so."""
+    first = len(scores_K) - len(seen_T)
+    for t in range(len(seen_T)):
+        if not seen_T[t]:
+            scores_K[first + t] = np.float32(-1e30)
+    most = scores_K[0]
+    for k in range(len(scores_K)):
+        most = max(most, scores_K[k])
+    total = np.float32(0)
+    for k in range(len(scores_K)):
+        weight = _exp(scores_K[k] - most)
+        scores_K[k] = weight
+        total += weight
+    return total
+
+
+@compiled(inline="always", fastmath=_FAST)
+def _add_weighted(sum_D, weights, block):  # noqa: ANN001, ANN202
+    """Add the weighted lines of a block of `_KEYS` values to a sum.
+
+    One array is written and one read, so that the compiler sees that they cannot overlap.
+    """
+    size = np.uint64(len(sum_D))
+    w0, w1, w2, w3, w4, w5, w6, w7 = weights
+    for i in range(len(sum_D)):
+        d = np.uint64(i)
+        lower = w0 * block[d] + w1 * block[d + size]
+        lower += w2 * block[d + size * np.uint64(2)] + w3 * block[d + size * np.uint64(3)]
+        upper = w4 * block[d + size * np.uint64(4)] + w5 * block[d + size * np.uint64(5)]
+        upper += w6 * block[d + size * np.uint64(6)] + w7 * block[d + size * np.uint64(7)]
+        sum_D[d] += lower + upper
+
+
+@compiled(fastmath=_FAST, error_model="numpy")
+def _queries(heads_SHD, first_token, q_head, num_tokens, group, out_QD):  # noqa: ANN001, ANN202
+    """The queries that share a key-value head, scaled, token by token."""
+    size_D = heads_SHD.shape[2]
+    scale = np.float32(1 / np.sqrt(size_D))
+    for i in range(num_tokens * group):
+        for d in range(size_D):
+            value = widen(heads_SHD[first_token + i // group, q_head + i % group, d])
+            out_QD[i, d] = value * scale
+
+
+@compiled(inline="always", fastmath=_FAST)
+def _score(q_QD, first_query, last_query, key_D, k, scores_QK):  # noqa: ANN001, ANN202
+    """The products of some queries with a key, four at a time.
+
+    Indices that cannot be negative are unsigned, or the compiler must allow for them to be.
+    """
+    one = np.uint64(1)
+    for i in range(first_query, last_query, _QUERIES):
+        r = np.uint64(i)
+        q0, q1, q2, q3 = q_QD[r], q_QD[r + one], q_QD[r + one + one], q_QD[r + one + one + one]
+        s0 = s1 = s2 = s3 = np.float32(0)
+        for d in range(len(key_D)):
+            x = widen(key_D[d])
+            s0 += q0[d] * x
+            s1 += q1[d] * x
+            s2 += q2[d] * x
+            s3 += q3[d] * x
+        scores_QK[r, k], scores_QK[r + one, k] = s0, s1
+        scores_QK[r + one + one, k], scores_QK[r + one + one + one, k] = s2, s3
+
+
+@compiled(fastmath=_FAST, error_model="numpy")
+def _load(entries_ED, line, step, count, block):  # noqa: ANN001, ANN202
+    """`count` values, a `step` of lines apart, into a block; the rest of it zero."""
+    size_D = entries_ED.shape[1]
+    block[count * size_D :] = 0
+    for j in range(count):
+        entry = entries_ED[line + np.uint64(j) * step]
+        start = np.uint64(j * size_D)
+        for d in range(size_D):
+            block[start + np.uint64(d)] = widen(entry[d])
+
+
+@compiled(fastmath=_FAST, error_model="numpy", nogil=True)
+def _attend_unit(heads_SHD, entries_ED, row, unit, visible, num_q_heads, out_SHD):  # noqa: ANN001, ANN202
+    """Scores of all the unit's queries, softmax, weighted values.
+
+    Every key and value is read once, in the order in which the entries lie. The queries of a
+    key-value head lie together, as many as a multiple of `_QUERIES`.
+    """
+    first_token, size, first_entry, context, mask = row
+    _, first_head, last_head, start, stop = unit
+    size_D, num_kv_heads = heads_SHD.shape[2], (heads_SHD.shape[1] - num_q_heads) // 2
+    group = num_q_heads // num_kv_heads
+    num_heads, num_keys = last_head - first_head, context + size
+    used = (stop - start) * group
+    each = (used + _QUERIES - 1) // _QUERIES * _QUERIES
+    q_QD = np.zeros((num_heads * each, size_D), np.float32)
+    for head in range(num_heads):
+        q_head = (first_head + head) * group
+        queries = q_QD[head * each : head * each + used]
+        _queries(heads_SHD, first_token + start, q_head, stop - start, group, queries)
+    scores_QK = np.empty((num_heads * each, (num_keys + _KEYS - 1) // _KEYS * _KEYS), np.float32)
+    for k in range(num_keys):
+        line = np.uint64((first_entry + k) * 2 * num_kv_heads + first_head)
+        for head in range(num_heads):
+            key_D = entries_ED[line + np.uint64(head)]
+            _score(q_QD, head * each, (head + 1) * each, key_D, np.uint64(k), scores_QK)
+    totals_Q = np.ones(num_heads * each, np.float32)
+    for head in range(num_heads):
+        for i in range(used):
+            q = head * each + i
+            seen = mask + (start + i // group) * size
+            totals_Q[q] = _softmax(scores_QK[q, :num_keys], visible[seen : seen + size])
+            scores_QK[q, num_keys:] = 0
+    sums_QD, block = np.zeros_like(q_QD), np.empty(_KEYS * size_D, np.float32)
+    for k in range(0, num_keys, _KEYS):
+        line = np.uint64(((first_entry + k) * 2 + 1) * num_kv_heads + first_head)
+        for head in range(num_heads):
+            count = min(_KEYS, num_keys - k)
+            _load(entries_ED, line + np.uint64(head), np.uint64(2 * num_kv_heads), count, block)
+            for q in range(head * each, head * each + used):
+                weights = scores_QK[np.uint64(q)]
+                w0, w1, w2, w3 = weights[k], weights[k + 1], weights[k + 2], weights[k + 3]
+                w4, w5, w6, w7 = weights[k + 4], weights[k + 5], weights[k + 6], weights[k + 7]
+                _add_weighted(sums_QD[np.uint64(q)], (w0, w1, w2, w3, w4, w5, w6, w7), block)
+    for head in range(num_heads):
+        q_head, queries = (first_head + head) * group, slice(head * each, head * each + used)
+        tokens_THD = out_SHD[first_token + start : first_token + stop, q_head : q_head + group]
+        _finish(sums_QD[queries], totals_Q[queries], heads_SHD[0, 0, 0], tokens_THD)
+
+
+@compiled(fastmath=_FAST, error_model="numpy")
+def _finish(sums_QD, totals_Q, like, out_THD):  # noqa: ANN001, ANN202
+    """Weighted means into the outputs of the queries that share a key-value head."""
+    group = out_THD.shape[1]
+    for q in range(len(sums_QD)):
+        for d in range(sums_QD.shape[1]):
+            out_THD[q // group, q % group, d] = narrow(sums_QD[q, d] / totals_Q[q], like)
+
+
+@compiled(inline="always")
+def _array(address, shape, like):  # noqa: ANN001, ANN202
+    return carray(pointer_to(address, like), shape)
+
+
+@compiled(fastmath=_FAST, error_model="numpy")
+def _work_off(job, like):  # noqa: ANN001, ANN202
+    """Units of a job one after the other until none is left; any number of threads may do so."""
+    num_tokens, num_heads, size_D, num_q_heads = job[3], job[4], job[5], job[15]
+    heads_SHD = _array(job[2], (num_tokens, num_heads, size_D), like)
+    entries_ED = _array(job[6], (job[7], size_D), like)
+    rows_R = _array(job[8], (job[9], _ROW_FIELDS), job[9])
+    visible_V = _array(job[10], (job[11],), np.uint8(0))
+    units_U = _array(job[12], (job[13], _UNIT_FIELDS), job[13])
+    out_SHD = _array(job[14], (num_tokens, num_q_heads, size_D), like)
+    while True:
+        u = take_next(job.ctypes.data)
+        if u >= len(units_U):
+            return
+        row = rows_R[units_U[u, 0]]
+        _attend_unit(heads_SHD, entries_ED, row, units_U[u], visible_V, num_q_heads, out_SHD)
+
+
+def _work(job):  # noqa: ANN001, ANN202
+    """What every thread of the team does, given the address of the job."""
+    job = carray(pointer_to(job, job), (_JOB_FIELDS,))
+    if job[1] == 2:
+        _work_off(job, np.uint16(0))
+    else:
+        _work_off(job, np.float32(0))
+
+
+@compiled(error_model="numpy")
+def _store(heads_SHD, entries_NKGD, rows_R, num_q_heads):  # noqa: ANN001, ANN202
+    """The rows' keys and values, after their contexts."""
+    num_kv_heads, size_D = entries_NKGD.shape[2:]
+    for row in range(len(rows_R)):
+        first_token, size, first_entry, context, _ = rows_R[row]
+        for t in range(size):
+            entry_KGD = entries_NKGD[first_entry + context + t]
+            for head in range(2 * num_kv_heads):
+                for d in range(size_D):
+                    value = heads_SHD[first_token + t, num_q_heads + head, d]
+                    entry_KGD[head // num_kv_heads, head % num_kv_heads, d] = value
+
+
+@cache
+def work_address() -> int:
+    """Where what every thread of a team does is."""
+    return compiled_address(types.void(types.int64), _work)
+
+
+@compiled()
+def attend(
+    heads_SHD, entries_LNKGD, layer, rows_R, visible, units_U, out_SHD, num_threads, starter, work  # noqa: ANN001
+) -> None:  # fmt: skip
+    """Store the rows' keys and values, then have the team work off the units."""
+    entries = entries_LNKGD[layer]
+    num_q_heads = out_SHD.shape[1]
+    _store(heads_SHD, entries, rows_R, num_q_heads)
+    job = np.empty(_JOB_FIELDS, np.int64)
+    job[0], job[1] = 0, entries.itemsize
+    job[2], job[3], job[4], job[5] = heads_SHD.ctypes.data, *heads_SHD.shape
+    job[6], job[7] = entries.ctypes.data, entries.size // entries.shape[3]
+    job[8], job[9] = rows_R.ctypes.data, len(rows_R)
+    job[10], job[11] = visible.ctypes.data, len(visible)
+    job[12], job[13] = units_U.ctypes.data, len(units_U)
+    job[14], job[15] = out_SHD.ctypes.data, num_q_heads
+    if num_threads > 1:
+        run_by_team(starter, work, job.ctypes.data, num_threads)
+    else:
+        _work_off(job, heads_SHD[0, 0, 0])
