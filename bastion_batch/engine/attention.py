@@ -20,9 +20,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bastion_batch.engine import row_attention
 from bastion_batch.engine.cache import KVCache, Slot
-from bastion_batch.engine.row_attention import PackedRow, RowAttention
+from bastion_batch.engine.row_attention import PackedRow, RowAttention, suits
 from bastion_batch.engine.transfer import to_device
 
 
@@ -176,7 +175,7 @@ def _placed(rows: Sequence[PassRow]) -> list[tuple[int, PassRow]]:
 
 
 def _attends_alone(cache: KVCache, row: PassRow) -> bool:
-    return row.oldest_T is None and row_attention.suits(cache, row.num_tokens, row.slot.length)
+    return row.oldest_T is None and suits(cache, row.num_tokens, row.slot.length)
 
 
 def _side_by_side(
