@@ -139,7 +139,8 @@ def test_rows_may_begin_in_the_midst_of_their_output():
     assert [n - m in (0, 1) for n, m in zip(lengths, made_up, strict=True)] == [True] * 4
     for _ in range(60):
         rows.step()
-    assert len(engine.num_tokens()) == 4
+    rows.step()  # replaces what has just ended
+    assert len(set(engine.num_tokens().values())) >= 3, "they stay unequal"
 
 
 def test_arms_take_turns_forwards_and_backwards():
