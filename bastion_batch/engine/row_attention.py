@@ -1,9 +1,9 @@
 """Attention of rows with few tokens on a CPU: each row by itself, all of a layer in one call.
 
 Trees are uneven. Computed together they are padded to the largest one, and for a handful of tokens
-a library's products cost more to call than to compute. The loop (`row_loops`) reads every key and value of
-a row once, for all the heads that share it, and nothing is padded. It computes in float32 and rounds the
-result once, so what a row gets does not depend on the rows beside it.
+a library's products cost more to call than to compute. The loop (`row_loops`) reads every key and
+value of a row once, for all the heads that share it, and nothing is padded. It computes in float32
+and rounds the result once, so what a row gets does not depend on the rows beside it.
 
 Measured on two cores, all 30 layers of 9 query and 3 key-value heads of 64, bfloat16, contexts of 60
 to 300, against torch's attention: 64 rows of one token 52 for 106 ms, 16 rows 13 for 32, one row of 8
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bastion_batch.engine.cache import KVCache, Slot
-from bastion_batch.engine.row_loops import attend, work_address
+from bastion_batch.engine.row_loops import JOB_FIELDS, attend, work_address
 from bastion_batch.engine.team import torchs_team
 
 MAX_TOKENS = 16
@@ -71,6 +71,7 @@ class RowAttention:
         self._rows_R = np.stack([first_R, sizes_R, entries_R, contexts_R, masks_R], 1)
         self._visible = np.concatenate([row.visible.ravel() for row in rows]).view(np.uint8)
         self._team = torchs_team()
+        self._job = np.empty(JOB_FIELDS, np.int64)
         self._units_U = _divided(sizes_R, contexts_R, kv_cache.num_kv_heads, self._team.num_threads)
 
     def attend(self, layer: int, heads_SHD: Tensor, out_SHD: Tensor) -> None:
@@ -89,6 +90,7 @@ class RowAttention:
             self._visible,
             self._units_U,
             _words(out_SHD, self._word),
+            self._job,
             *self._team,
             work_address(),
         )

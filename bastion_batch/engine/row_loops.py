@@ -23,7 +23,7 @@ _QUERIES = 4
 _KEYS = 8
 """Values that are added at a time."""
 _ROW_FIELDS = _UNIT_FIELDS = 5
-_JOB_FIELDS = 16
+JOB_FIELDS = 16
 
 
 @compiled(inline="always", fastmath=_FAST)
@@ -208,7 +208,7 @@ def _work_off(job, like):  # noqa: ANN001, ANN202
 
 def _work(job):  # noqa: ANN001, ANN202
     """What every thread of the team does, given the address of the job."""
-    job = carray(pointer_to(job, job), (_JOB_FIELDS,))
+    job = carray(pointer_to(job, job), (JOB_FIELDS,))
     if job[1] == 2:
         _work_off(job, np.uint16(0))
     else:
@@ -237,13 +237,16 @@ def work_address() -> int:
 
 @compiled()
 def attend(
-    heads_SHD, entries_LNKGD, layer, rows_R, visible, units_U, out_SHD, num_threads, starter, work  # noqa: ANN001
+    heads_SHD, entries_LNKGD, layer, rows_R, visible, units_U, out_SHD, job, num_threads, starter, work  # noqa: ANN001, E501
 ) -> None:  # fmt: skip
-    """Store the rows' keys and values, then have the team work off the units."""
+    """Store the rows' keys and values, then have the team work off the units.
+
+    All arrays are the caller's, `job` of `JOB_FIELDS` as well: the threads see addresses only, so an
+    array made here would be given back as soon as its address had been taken.
+    """
     entries = entries_LNKGD[layer]
     num_q_heads = out_SHD.shape[1]
     _store(heads_SHD, entries, rows_R, num_q_heads)
-    job = np.empty(_JOB_FIELDS, np.int64)
     job[0], job[1] = 0, entries.itemsize
     job[2], job[3], job[4], job[5] = heads_SHD.ctypes.data, *heads_SHD.shape
     job[6], job[7] = entries.ctypes.data, entries.size // entries.shape[3]

@@ -1,8 +1,8 @@
 """Compiled loops on the threads that torch computes on.
 
-A second set of threads, such as numba's own, would spin in the way of torch's between its loops (on
-two cores several times slower). `GOMP_parallel` of the OpenMP that torch has loaded runs a function
-on torch's. Where it cannot be found, the calling thread does all the work.
+A second set of threads, such as numba's own, would compete for the cores with torch's, which spin
+between two loops. `GOMP_parallel` of the OpenMP that torch has loaded runs a function on torch's.
+Where it cannot be found, the calling thread does all the work.
 """
 
 import ctypes
