@@ -237,7 +237,7 @@ def work_address() -> int:
 
 @compiled()
 def attend(
-    heads_SHD, entries_LNKGD, layer, rows_R, visible, units_U, out_SHD, job, num_threads, starter, work  # noqa: ANN001, E501
+    heads_SHD, entries_LNKGD, layer, rows_R, visible, units_U, out_SHD, job, num_threads, starter, work  # noqa: ANN001
 ) -> None:  # fmt: skip
     """Store the rows' keys and values, then have the team work off the units.
 
