@@ -21,7 +21,6 @@ SHOWN_ROWS = (1, 8, 32)
 SHOWN_CONTEXTS = (128, 2048)
 """Passes whose correction is shown in a summary; contexts are per row."""
 
-
 OPTIMISM = 0.1
 """How much less than predicted a pass may take whose size was never observed, as a share."""
 

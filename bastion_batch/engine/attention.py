@@ -2,9 +2,9 @@
 
 A pass is one sequence of tokens, row after row. Linear layers see exactly those tokens; attention
 runs once per batch of rows that lie side by side in the cache, or on a CPU, for rows with few
-tokens, row by row (`row_attention`). Tokens of a row see the row's whole
-context and, among the row's own tokens, what the row's `visible` matrix says: ancestors in a tree,
-earlier tokens in a prompt, everything in a drafter's block.
+tokens, row by row (`row_attention`). Tokens of a row see the row's whole context and, among the
+row's own tokens, what the row's `visible` matrix says: ancestors in a tree, earlier tokens in a
+prompt, everything in a drafter's block.
 
 Shape letters: S tokens of the pass, B rows of a batch, T tokens of its longest row, K keys,
 H query heads, G key-value heads, Q = H / G query heads per key-value head, D head size.

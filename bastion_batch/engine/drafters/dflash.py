@@ -148,16 +148,17 @@ class DFlashDrafter:
         for key, count in zip(keys, counts, strict=True):
             self.reserve(key, count)
         full = [k for k, n in zip(keys, counts, strict=True) if not self._pending.has_room(k, n)]
-        if full:
-            # With the rows that will soon be full: few large projections are less work than many.
-            self.catch_up([k for k in keys if k in full or self._pending.is_half_full(k)])
-        parts = list(zip(keys, counts, features_SF.split(list(counts)), strict=True))
-        long = [part for part in parts if not self._pending.has_room(*part[:2])]
-        for key, count, features in long:
-            self._project([key], [count], features)
-        if not long:
+        if not full:
             self._pending.put(keys, counts, features_SF)
-        elif short := [part for part in parts if self._pending.has_room(*part[:2])]:
+            return
+        # With the rows that will soon be full: few large projections are less work than many.
+        self.catch_up([k for k in keys if k in full or self._pending.is_half_full(k)])
+        parts = list(zip(keys, counts, features_SF.split(list(counts)), strict=True))
+        short = [part for part in parts if self._pending.has_room(*part[:2])]
+        for key, count, features in parts:
+            if not self._pending.has_room(key, count):
+                self._project([key], [count], features)
+        if short:
             keys, counts, features = zip(*short, strict=True)
             self._pending.put(keys, counts, torch.cat(features))
 
