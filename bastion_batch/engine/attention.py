@@ -102,7 +102,7 @@ class AttentionPlan:
         few = [pair for pair in placed if _attends_alone(cache, pair[1])]
         for _, pairs in groupby(few, key=lambda pair: pair[1].slot.capacity):
             packed = [PackedRow(start, row.slot, row.sees()) for start, row in pairs]
-            self._by_row.append(RowAttention(cache, packed))
+            self._by_row.append(RowAttention(cache, packed, num_q_heads))
         many = [pair for pair in placed if not _attends_alone(cache, pair[1])]
         for start, batch in _side_by_side(many, call_pairs(cache.device)):
             self._batches.append(_make_batch(cache, batch, start, num_q_heads))

@@ -32,6 +32,10 @@ MAX_PAIRS = 4096
 """Of a row's (query, key) pairs; beyond it the library's cost of a call does not matter."""
 
 
+PART_KEYS = 256
+"""Of how many keys a part of a row is, at most."""
+
+
 class PackedRow(NamedTuple):
     """A row's place in the pass and in the cache, and what its tokens see of each other."""
 
@@ -60,19 +64,28 @@ class RowAttention:
         rows: of one group of it.
     """
 
-    def __init__(self, kv_cache: KVCache, rows: Sequence[PackedRow]) -> None:
+    def __init__(self, kv_cache: KVCache, rows: Sequence[PackedRow], num_q_heads: int) -> None:
         sizes_R = np.array([len(row.visible) for row in rows])
         contexts_R = np.array([row.slot.length for row in rows])
         first_R = [row.first_token for row in rows]
         entries_R = [row.slot.first_entry for row in rows]
         masks_R = np.cumsum(sizes_R**2) - sizes_R**2
+        parts_R = _num_parts(sizes_R + contexts_R)
+        places_R = np.cumsum(sizes_R * parts_R) - sizes_R * parts_R
+        self._team = torchs_team()
+        units_U = _divided(sizes_R, contexts_R, parts_R, kv_cache.num_kv_heads, self._team.num_threads)
         self._word = _WORDS[kv_cache.dtype]
         self._entries = _words(kv_cache.entries_of(rows[0].slot), self._word)
-        self._rows_R = np.stack([first_R, sizes_R, entries_R, contexts_R, masks_R], 1)
+        units_R = np.bincount(units_U[:, 0])
+        fields = (first_R, sizes_R, entries_R, contexts_R, masks_R, places_R * num_q_heads, parts_R, units_R)
+        self._rows_R = np.stack(fields, 1)
         self._visible = np.concatenate([row.visible.ravel() for row in rows]).view(np.uint8)
-        self._team = torchs_team()
+        self._units_U = units_U
+        num_places = int((sizes_R * parts_R).sum()) * num_q_heads
+        self._sums = np.empty((num_places, self._entries.shape[-1]), np.float32)
+        self._softmax = np.empty((num_places, 2), np.float32)
+        self._done_R = np.empty(len(rows), np.int64)
         self._job = np.empty(JOB_FIELDS, np.int64)
-        self._units_U = _divided(sizes_R, contexts_R, kv_cache.num_kv_heads, self._team.num_threads)
 
     def attend(self, layer: int, heads_SHD: Tensor, out_SHD: Tensor) -> None:
         """Store the rows' keys and values, then attend.
@@ -90,6 +103,9 @@ class RowAttention:
             self._visible,
             self._units_U,
             _words(out_SHD, self._word),
+            self._sums,
+            self._softmax,
+            self._done_R,
             self._job,
             *self._team,
             work_address(),
@@ -108,37 +124,57 @@ def _words(tensor: Tensor, word: torch.dtype) -> NDArray[np.generic]:
     return tensor.view(word).numpy()
 
 
+def _num_parts(num_keys_R: NDArray[np.integer]) -> NDArray[np.integer]:
+    """Into how many parts the keys of a row are divided: by nothing but the row, so that its sums
+    are. An even number, so that two threads share them."""
+    return np.where(num_keys_R <= PART_KEYS, 1, -(-num_keys_R // (2 * PART_KEYS)) * 2)
+
+
 def _divided(
     sizes_R: NDArray[np.integer],
     contexts_R: NDArray[np.integer],
+    parts_R: NDArray[np.integer],
     num_kv_heads: int,
     num_threads: int,
 ) -> NDArray[np.int64]:
-    """Units of work, the largest first: `(row, first head, last head + 1, first token, last + 1)`.
+    """Units of work, the largest first.
 
-    A whole row where there are rows enough to keep all threads busy, so that its keys are read in
+    All heads of a part of a row's keys where that keeps all threads busy, so that they are read in
     the order in which they lie; else one head, and in the end some tokens of it.
+
+    Returns:
+        `(row, part, first key, last + 1, first head, last + 1, first token, last + 1)` of each.
     """
-    num_rows = len(sizes_R)
-    num_parts = num_head_parts = 1
-    if num_rows < 2 * num_threads:
-        num_head_parts = num_kv_heads
-        if num_threads > 1 and num_rows * num_kv_heads < 2 * num_threads:
-            num_parts = num_threads
-    heads = np.linspace(0, num_kv_heads, num_head_parts + 1).astype(np.int64)
-    units = [
-        (
-            np.arange(num_rows),
-            np.full(num_rows, first),
-            np.full(num_rows, last),
-            sizes_R * part // num_parts,
-            sizes_R * (part + 1) // num_parts,
-        )
-        for first, last in pairwise(heads)
-        for part in range(num_parts)
-    ]
-    units_U = np.concatenate([np.stack(unit, 1) for unit in units])
-    num_tokens_U = units_U[:, 4] - units_U[:, 3]
-    costs_U = num_tokens_U * (sizes_R + contexts_R)[units_U[:, 0]]
+    num_parts = int(parts_R.sum())
+    head_cuts = token_cuts = 1
+    if num_parts < num_threads:
+        head_cuts = num_kv_heads
+        if num_parts * num_kv_heads < 2 * num_threads:
+            token_cuts = num_threads
+    row_P = np.repeat(np.arange(len(parts_R)), parts_R)
+    part_P = np.arange(num_parts) - np.repeat(np.cumsum(parts_R) - parts_R, parts_R)
+    keys_P, size_P = (sizes_R + contexts_R)[row_P], sizes_R[row_P]
+    first_key_P, last_key_P = (keys_P * (part_P + i) // parts_R[row_P] for i in (0, 1))
+    heads = np.linspace(0, num_kv_heads, head_cuts + 1).astype(np.int64)
+    units_U = np.concatenate(
+        [
+            np.stack(
+                [
+                    row_P,
+                    part_P,
+                    first_key_P,
+                    last_key_P,
+                    np.full(num_parts, first),
+                    np.full(num_parts, last),
+                    size_P * cut // token_cuts,
+                    size_P * (cut + 1) // token_cuts,
+                ],
+                1,
+            )
+            for first, last in pairwise(heads)
+            for cut in range(token_cuts)
+        ]
+    )
+    costs_U = (units_U[:, 3] - units_U[:, 2]) * (units_U[:, 7] - units_U[:, 6])
     order = np.argsort(-costs_U, kind="stable")
     return units_U[order[costs_U[order] > 0]].astype(np.int64)

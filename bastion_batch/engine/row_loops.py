@@ -1,11 +1,13 @@
-"""The loops of `row_attention`: scores, softmax and weighted values of some queries of a row.
+"""The loops of `row_attention`: scores, softmax and weighted values of some queries and keys of a row.
 
 Arrays hold bfloat16 as its bits or float32; arithmetic is float32. The work of a layer is a job of
-units, an array of addresses and sizes, which any number of threads work off together.
+units, an array of addresses and sizes, which any number of threads work off together. Where the
+keys of a row are in several units, each leaves its part of the softmax, and whoever ends the last
+of them puts the parts together.
 
 Shape letters: S tokens of the pass, H query heads, G key-value heads, D head size, L layers, N
 entries of a cache's group, E its lines (an entry's keys and values, head by head), R rows, U units,
-Q queries, K keys, T tokens of a row.
+Q queries, K keys, T tokens of a row, P queries of all parts.
 """
 
 from functools import cache
@@ -22,8 +24,8 @@ _QUERIES = 4
 """Queries that a key is held against at a time; their number is padded to a multiple of it."""
 _KEYS = 8
 """Values that are added at a time."""
-_ROW_FIELDS = _UNIT_FIELDS = 5
-JOB_FIELDS = 16
+_ROW_FIELDS = _UNIT_FIELDS = 8
+JOB_FIELDS = 20
 
 
 @compiled(inline="always", fastmath=_FAST)
@@ -48,7 +50,11 @@ def _exp(x):  # noqa: ANN001, ANN202
 
 @compiled(fastmath=_FAST, error_model="numpy")
 def _softmax(scores_K, seen_T):  # noqa: ANN001, ANN202
-    """In place, up to its sum, which is returned. The last T keys count where `seen_T` says so."""
+    """In place, up to its sum. The last T keys count where `seen_T` says so.
+
+    Returns:
+        the largest score and the sum.
+    """
     first = len(scores_K) - len(seen_T)
     for t in range(len(seen_T)):
         if not seen_T[t]:
@@ -61,7 +67,7 @@ def _softmax(scores_K, seen_T):  # noqa: ANN001, ANN202
         weight = _exp(scores_K[k] - most)
         scores_K[k] = weight
         total += weight
-    return total
+    return most, total
 
 
 @compiled(inline="always", fastmath=_FAST)
@@ -125,18 +131,44 @@ def _load(entries_ED, line, step, count, block):  # noqa: ANN001, ANN202
             block[start + np.uint64(d)] = widen(entry[d])
 
 
+@compiled(fastmath=_FAST, error_model="numpy")
+def _scores(q_QD, entries_ED, line, step, num_heads, num_keys, scores_QK):  # noqa: ANN001, ANN202
+    """Of every query with the keys of its head, a `step` of lines apart, in their order."""
+    each = len(q_QD) // num_heads
+    for k in range(num_keys):
+        for head in range(num_heads):
+            key_D = entries_ED[line + np.uint64(k) * step + np.uint64(head)]
+            _score(q_QD, head * each, (head + 1) * each, key_D, np.uint64(k), scores_QK)
+
+
+@compiled(fastmath=_FAST, error_model="numpy")
+def _weighted_values(weights_QK, entries_ED, line, step, num_heads, num_keys, used, sums_QD):  # noqa: ANN001, ANN202
+    """Add the weighted values of every head to the sums of its first `used` queries."""
+    each = len(sums_QD) // num_heads
+    block = np.empty(_KEYS * sums_QD.shape[1], np.float32)
+    for k in range(0, num_keys, _KEYS):
+        count = min(_KEYS, num_keys - k)
+        for head in range(num_heads):
+            _load(entries_ED, line + np.uint64(k) * step + np.uint64(head), step, count, block)
+            for q in range(head * each, head * each + used):
+                weights = weights_QK[np.uint64(q)]
+                w0, w1, w2, w3 = weights[k], weights[k + 1], weights[k + 2], weights[k + 3]
+                w4, w5, w6, w7 = weights[k + 4], weights[k + 5], weights[k + 6], weights[k + 7]
+                _add_weighted(sums_QD[np.uint64(q)], (w0, w1, w2, w3, w4, w5, w6, w7), block)
+
+
 @compiled(fastmath=_FAST, error_model="numpy", nogil=True)
-def _attend_unit(heads_SHD, entries_ED, row, unit, visible, num_q_heads, out_SHD):  # noqa: ANN001, ANN202
-    """Scores of all the unit's queries, softmax, weighted values.
+def _attend_unit(heads_SHD, entries_ED, row, unit, visible, num_q_heads, sums_PD, softmax_P2):  # noqa: ANN001, ANN202
+    """Scores of all the unit's queries, softmax, weighted values: its part of what its row gets.
 
     Every key and value is read once, in the order in which the entries lie. The queries of a
     key-value head lie together, as many as a multiple of `_QUERIES`.
     """
-    first_token, size, first_entry, context, mask = row
-    _, first_head, last_head, start, stop = unit
+    first_token, size, first_entry, context, mask, first_part, _, _ = row
+    _, part, first_key, last_key, first_head, last_head, start, stop = unit
     size_D, num_kv_heads = heads_SHD.shape[2], (heads_SHD.shape[1] - num_q_heads) // 2
     group = num_q_heads // num_kv_heads
-    num_heads, num_keys = last_head - first_head, context + size
+    num_heads, num_keys = last_head - first_head, last_key - first_key
     used = (stop - start) * group
     each = (used + _QUERIES - 1) // _QUERIES * _QUERIES
     q_QD = np.zeros((num_heads * each, size_D), np.float32)
@@ -145,42 +177,52 @@ def _attend_unit(heads_SHD, entries_ED, row, unit, visible, num_q_heads, out_SHD
         queries = q_QD[head * each : head * each + used]
         _queries(heads_SHD, first_token + start, q_head, stop - start, group, queries)
     scores_QK = np.empty((num_heads * each, (num_keys + _KEYS - 1) // _KEYS * _KEYS), np.float32)
-    for k in range(num_keys):
-        line = np.uint64((first_entry + k) * 2 * num_kv_heads + first_head)
-        for head in range(num_heads):
-            key_D = entries_ED[line + np.uint64(head)]
-            _score(q_QD, head * each, (head + 1) * each, key_D, np.uint64(k), scores_QK)
-    totals_Q = np.ones(num_heads * each, np.float32)
+    step = np.uint64(2 * num_kv_heads)
+    line = np.uint64((first_entry + first_key) * 2 * num_kv_heads + first_head)
+    _scores(q_QD, entries_ED, line, step, num_heads, num_keys, scores_QK)
+    first_own = max(first_key, context)
+    num_own = max(last_key - first_own, 0)
+    first_place = first_part + part * size * num_q_heads
     for head in range(num_heads):
         for i in range(used):
-            q = head * each + i
-            seen = mask + (start + i // group) * size
-            totals_Q[q] = _softmax(scores_QK[q, :num_keys], visible[seen : seen + size])
+            q, token = head * each + i, start + i // group
+            seen_T = visible[mask + token * size + first_own - context :][:num_own]
+            most, total = _softmax(scores_QK[q, :num_keys], seen_T)
             scores_QK[q, num_keys:] = 0
-    sums_QD, block = np.zeros_like(q_QD), np.empty(_KEYS * size_D, np.float32)
-    for k in range(0, num_keys, _KEYS):
-        line = np.uint64(((first_entry + k) * 2 + 1) * num_kv_heads + first_head)
-        for head in range(num_heads):
-            count = min(_KEYS, num_keys - k)
-            _load(entries_ED, line + np.uint64(head), np.uint64(2 * num_kv_heads), count, block)
-            for q in range(head * each, head * each + used):
-                weights = scores_QK[np.uint64(q)]
-                w0, w1, w2, w3 = weights[k], weights[k + 1], weights[k + 2], weights[k + 3]
-                w4, w5, w6, w7 = weights[k + 4], weights[k + 5], weights[k + 6], weights[k + 7]
-                _add_weighted(sums_QD[np.uint64(q)], (w0, w1, w2, w3, w4, w5, w6, w7), block)
+            place = first_place + token * num_q_heads + (first_head + head) * group + i % group
+            softmax_P2[place, 0], softmax_P2[place, 1] = most, total
+    sums_QD = np.zeros_like(q_QD)
+    line += np.uint64(num_kv_heads)
+    _weighted_values(scores_QK, entries_ED, line, step, num_heads, num_keys, used, sums_QD)
     for head in range(num_heads):
-        q_head, queries = (first_head + head) * group, slice(head * each, head * each + used)
-        tokens_THD = out_SHD[first_token + start : first_token + stop, q_head : q_head + group]
-        _finish(sums_QD[queries], totals_Q[queries], heads_SHD[0, 0, 0], tokens_THD)
+        for i in range(used):
+            token, q_head = start + i // group, (first_head + head) * group + i % group
+            sums_PD[first_place + token * num_q_heads + q_head] = sums_QD[head * each + i]
 
 
 @compiled(fastmath=_FAST, error_model="numpy")
-def _finish(sums_QD, totals_Q, like, out_THD):  # noqa: ANN001, ANN202
-    """Weighted means into the outputs of the queries that share a key-value head."""
-    group = out_THD.shape[1]
-    for q in range(len(sums_QD)):
-        for d in range(sums_QD.shape[1]):
-            out_THD[q // group, q % group, d] = narrow(sums_QD[q, d] / totals_Q[q], like)
+def _put_together(row, sums_PD, softmax_P2, like, out_SHD):  # noqa: ANN001, ANN202
+    """The outputs of a row of which all parts are there: weighted means."""
+    first_token, size, _, _, _, first_part, num_parts, _ = row
+    num_q_heads = out_SHD.shape[1]
+    num_queries = size * num_q_heads
+    sum_D = np.empty(sums_PD.shape[1], np.float32)
+    for q in range(num_queries):
+        place = first_part + q
+        most = softmax_P2[place, 0]
+        for part in range(1, num_parts):
+            most = max(most, softmax_P2[place + part * num_queries, 0])
+        total = np.float32(0)
+        sum_D[:] = 0
+        for part in range(num_parts):
+            p = place + part * num_queries
+            weight = _exp(softmax_P2[p, 0] - most)
+            total += weight * softmax_P2[p, 1]
+            for d in range(len(sum_D)):
+                sum_D[d] += weight * sums_PD[p, d]
+        for d in range(len(sum_D)):
+            value = narrow(sum_D[d] / total, like)
+            out_SHD[first_token + q // num_q_heads, q % num_q_heads, d] = value
 
 
 @compiled(inline="always")
@@ -198,12 +240,19 @@ def _work_off(job, like):  # noqa: ANN001, ANN202
     visible_V = _array(job[10], (job[11],), np.uint8(0))
     units_U = _array(job[12], (job[13], _UNIT_FIELDS), job[13])
     out_SHD = _array(job[14], (num_tokens, num_q_heads, size_D), like)
+    sums_PD = _array(job[16], (job[17], size_D), np.float32(0))
+    softmax_P2 = _array(job[18], (job[17], 2), np.float32(0))
     while True:
         u = take_next(job.ctypes.data)
         if u >= len(units_U):
             return
-        row = rows_R[units_U[u, 0]]
-        _attend_unit(heads_SHD, entries_ED, row, units_U[u], visible_V, num_q_heads, out_SHD)
+        unit, row = units_U[u], rows_R[units_U[u, 0]]
+        _attend_unit(
+            heads_SHD, entries_ED, row, unit, visible_V, num_q_heads, sums_PD, softmax_P2
+        )
+        done = take_next(job[19] + 8 * unit[0])
+        if done + 1 == row[7]:
+            _put_together(row, sums_PD, softmax_P2, like, out_SHD)
 
 
 def _work(job):  # noqa: ANN001, ANN202
@@ -220,7 +269,7 @@ def _store(heads_SHD, entries_NKGD, rows_R, num_q_heads):  # noqa: ANN001, ANN20
     """The rows' keys and values, after their contexts."""
     num_kv_heads, size_D = entries_NKGD.shape[2:]
     for row in range(len(rows_R)):
-        first_token, size, first_entry, context, _ = rows_R[row]
+        first_token, size, first_entry, context = rows_R[row, :4]
         for t in range(size):
             entry_KGD = entries_NKGD[first_entry + context + t]
             for head in range(2 * num_kv_heads):
@@ -237,7 +286,8 @@ def work_address() -> int:
 
 @compiled()
 def attend(
-    heads_SHD, entries_LNKGD, layer, rows_R, visible, units_U, out_SHD, job, num_threads, starter, work  # noqa: ANN001
+    heads_SHD, entries_LNKGD, layer, rows_R, visible, units_U, out_SHD,  # noqa: ANN001
+    sums_PD, softmax_P2, done_R, job, num_threads, starter, work,  # noqa: ANN001
 ) -> None:  # fmt: skip
     """Store the rows' keys and values, then have the team work off the units.
 
@@ -254,6 +304,9 @@ def attend(
     job[10], job[11] = visible.ctypes.data, len(visible)
     job[12], job[13] = units_U.ctypes.data, len(units_U)
     job[14], job[15] = out_SHD.ctypes.data, num_q_heads
+    job[16], job[17], job[18] = sums_PD.ctypes.data, len(sums_PD), softmax_P2.ctypes.data
+    job[19] = done_R.ctypes.data
+    done_R[:] = 0
     if num_threads > 1:
         run_by_team(starter, work, job.ctypes.data, num_threads)
     else:

@@ -75,12 +75,15 @@ def run_by_team(_context, starter, work, job, num_threads):  # noqa: ANN001, ANN
 
 @instruction
 def take_next(_context, counter):  # noqa: ANN001, ANN201
-    """The number at an address, which is raised by one: every thread gets another."""
+    """The number at an address, which is raised by one: every thread gets another.
+
+    Whoever gets a number sees what was written before a smaller one was taken.
+    """
     _require_integers(counter)
 
     def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
         pointer = builder.inttoptr(args[0], _LONG.as_pointer())
-        return builder.atomic_rmw("add", pointer, _LONG(1), "monotonic")
+        return builder.atomic_rmw("add", pointer, _LONG(1), "acq_rel")
 
     return types.int64(types.int64), generate
 
