@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from bastion_batch.engine.memory import CacheFull, MemoryBudget
+from bastion_batch.engine import huge_pages
 from bastion_batch.engine.transfer import to_device
 
 CAPACITIES = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -179,7 +180,7 @@ class KVCache:
         if num_entries and not self.has_room(num_entries):
             raise CacheFull(self._shortage(num_entries))
         try:
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+            return huge_pages.zeros(shape, self.dtype, self.device)
         except torch.OutOfMemoryError:
             raise CacheFull(self._shortage(num_entries)) from None
 

@@ -17,11 +17,12 @@ from numba import carray, types
 
 from bastion_batch.core.compiled import compiled, compiled_address
 from bastion_batch.engine.floats import float_of_bits, narrow, widen
-from bastion_batch.engine.team import pointer_to, run_by_team, take_next
+from bastion_batch.engine.team import pointer_to, prefetch, run_by_team, take_next
 
 _FAST = {"reassoc", "contract", "nsz"}  # sums may be reordered; infinities and NaN stay
 _QUERIES = 4
 """Queries that a key is held against at a time; their number is padded to a multiple of it."""
+_AHEAD = np.uint64(8)
 _KEYS = 8
 """Values that are added at a time."""
 _ROW_FIELDS = _UNIT_FIELDS = 8
@@ -135,7 +136,14 @@ def _load(entries_ED, line, step, count, block):  # noqa: ANN001, ANN202
 def _scores(q_QD, entries_ED, line, step, num_heads, num_keys, scores_QK):  # noqa: ANN001, ANN202
     """Of every query with the keys of its head, a `step` of lines apart, in their order."""
     each = len(q_QD) // num_heads
+    line_bytes = len(q_QD[0]) * entries_ED.itemsize
+    values = line_bytes * np.int64(step) // 2
+    ahead = entries_ED.ctypes.data + np.int64(line + _AHEAD * step) * line_bytes
     for k in range(num_keys):
+        entry = ahead + k * np.int64(step) * line_bytes
+        for i in range(0, num_heads * line_bytes, 64):
+            prefetch(entry + i)
+            prefetch(entry + values + i)
         for head in range(num_heads):
             key_D = entries_ED[line + np.uint64(k) * step + np.uint64(head)]
             _score(q_QD, head * each, (head + 1) * each, key_D, np.uint64(k), scores_QK)

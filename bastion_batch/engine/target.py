@@ -11,6 +11,7 @@ from bastion_batch.core.roofline import ModelShape
 from bastion_batch.engine.attention import AttentionPlan
 from bastion_batch.engine.cache import KVCache
 from bastion_batch.engine.checkpoints import SUPPORTED_FAMILIES
+from bastion_batch.engine.huge_pages import move_to_huge_pages
 from bastion_batch.engine.linear import Linear
 from bastion_batch.engine.transformer import (
     DecoderStack,
@@ -76,7 +77,10 @@ class Target:
         faults = {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}
         if faults:
             raise ModelError(f"target {path}: its tensors are not the model's: {faults}")
-        return cls.of_module(module, device)
+        target = cls.of_module(module, device)
+        del module, report
+        move_to_huge_pages(target)
+        return target
 
     @classmethod
     def of_module(cls, module: Any, device: torch.device | None = None) -> "Target":  # noqa: ANN401
@@ -138,6 +142,7 @@ class Target:
             return self.logits(hidden_SE)
         if self._first_head is None or self._first_head[0] != num_ids:
             self._first_head = (num_ids, Linear(self.head_weight[:num_ids]))
+            move_to_huge_pages(self._first_head)
         return self._first_head[1](hidden_SE)
 
 

@@ -89,6 +89,21 @@ def take_next(_context, counter):  # noqa: ANN001, ANN201
 
 
 @instruction
+def prefetch(_context, address):  # noqa: ANN001, ANN201
+    """Have the cache line at an address fetched; whether it can be does not matter."""
+    _require_integers(address)
+
+    def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
+        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _INT, _INT, _INT])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [_BYTES], kind)
+        to_read, soon, data = _INT(0), _INT(3), _INT(1)
+        builder.call(function, [builder.inttoptr(args[0], _BYTES), to_read, soon, data])
+        return args[0]
+
+    return types.int64(types.int64), generate
+
+
+@instruction
 def pointer_to(_context, address, like):  # noqa: ANN001, ANN201
     """An address as a pointer to values of the type of `like`."""
     _require_integers(address)

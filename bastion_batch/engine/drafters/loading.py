@@ -12,6 +12,7 @@ from bastion_batch.engine.drafters.dflash2 import DFlash2Drafter
 from bastion_batch.engine.drafters.dflash_files import load_tensors, prepared, require_fit
 from bastion_batch.engine.drafters.dspark import DSparkDrafter
 from bastion_batch.engine.drafters.formats import DrafterSource, describe
+from bastion_batch.engine.huge_pages import move_to_huge_pages
 from bastion_batch.engine.target import Target
 
 
@@ -23,7 +24,9 @@ def load_drafter(path: Path, target: Target) -> DFlashDrafter:
     """
     source = DrafterSource.of_directory(path)
     description = _fitting(source, target)
-    return _computing(description, load_tensors(source), target)
+    drafter = _computing(description, load_tensors(source), target)
+    move_to_huge_pages(drafter)
+    return drafter
 
 
 def drafter_of_tensors(
