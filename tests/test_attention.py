@@ -16,7 +16,7 @@ from bastion_batch.engine.attention import AttentionPlan, PassRow, StorePlan, pa
 from bastion_batch.engine.cache import KVCache
 from bastion_batch.engine.team import Team, _starter
 
-LAYERS, KV_HEADS, SIZE = 2, 2, 4
+LAYERS, KV_HEADS, SIZE = 2, 2, 32
 TOLERANCES = {  # of the rounded result
     torch.float64: {"rtol": 1e-10, "atol": 1e-10},
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
@@ -43,7 +43,7 @@ def share(kind: str, context: int, num_tokens: int, reserved: int = 0) -> Share:
 shares = st.builds(
     share,
     st.sampled_from(["root", "tree", "block", "chunk"]),
-    st.sampled_from([0, 1, 3, 17, 40, 250, 256, 300]),
+    st.sampled_from([0, 1, 3, 17, 40, 250, 256, 300, 1100]),
     st.integers(1, 12),
     st.sampled_from([0, 0, 300, 700]),
 )
@@ -151,6 +151,9 @@ MIXES = {
     "few tokens between many": [
         share("tree", c, n) for c, n in ((9, 30), (70, 3), (5, 40), (8, 1))
     ],
+    "trees after contexts in parts": [
+        share("tree", c, n) for c, n in ((250, 9), (505, 12), (260, 1), (1500, 3), (40, 5))
+    ],
     "a batch of roots": [share("root", 5 * i, 1) for i in range(20)],
 }
 
@@ -162,14 +165,16 @@ def test_chosen_mixes_attend_as_one_token_at_a_time(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("first", [0, 1], ids=["short", "long"])
 @pytest.mark.parametrize("num_rows", [1, 2, 7])
-def test_the_number_of_threads_changes_nothing(monkeypatch, num_rows, dtype):
+def test_the_number_of_threads_changes_nothing(monkeypatch, num_rows, first, dtype):
     """Nor do the rows beside it: to the last bit."""
     outputs = []
     for threads in (1, 2, 5):
         team = Team(threads, _starter())
         monkeypatch.setattr(row_attention, "torchs_team", lambda team=team: team)
-        batch = Batch([share("tree", 40 + i, 9) for i in range(num_rows)], seed=2, dtype=dtype)
+        contexts = [(40, 700, 250, 510, 90)[i % 5] for i in range(first, first + num_rows)]
+        batch = Batch([share("tree", context, 9) for context in contexts], seed=2, dtype=dtype)
         rows = [PassRow(s, 9, v) for s, v in zip(batch.slots, batch.visible, strict=True)]
         plan = AttentionPlan(batch.cache, rows, 6)
         heads = batch.normal(9 * num_rows, 6 + 2 * KV_HEADS, SIZE)
@@ -181,16 +186,22 @@ def test_the_number_of_threads_changes_nothing(monkeypatch, num_rows, dtype):
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
-def test_units_cover_every_token_of_every_head_once(num_threads):
+def test_units_cover_every_pair_of_every_head_once(num_threads):
     sizes, contexts = np.array([1, 9, 2, 16, 1, 3]), np.array([50, 900, 20, 400, 700, 100])
     for count in range(1, 7):
-        seen = np.zeros((count, 3, 16), int)
-        for row, head, last_head, start, stop in row_attention._divided(
-            sizes[:count], contexts[:count], 3, num_threads
+        seen = np.zeros((count, 3, 16, 1000), int)
+        num_keys = (sizes + contexts)[:count]
+        parts = row_attention._num_parts(num_keys)
+        for row, part, key, last_key, head, last_head, start, stop in row_attention._divided(
+            sizes[:count], contexts[:count], parts, 3, num_threads
         ):
             assert start < stop
-            seen[row, head:last_head, start:stop] += 1
-        assert (seen == (np.arange(16) < sizes[:count, None])[:, None]).all()
+            assert 0 <= part < parts[row]
+            assert last_key - key <= row_attention.PART_KEYS
+            seen[row, head:last_head, start:stop, key:last_key] += 1
+        is_token = np.arange(16) < sizes[:count, None]
+        is_key = np.arange(1000) < num_keys[:, None]
+        assert (seen == (is_token[:, :, None] & is_key[:, None])[:, None]).all()
 
 
 def test_torchs_threads_are_found():

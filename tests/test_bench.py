@@ -292,7 +292,10 @@ def test_the_checks_report_what_they_ask(setting):
         assert report["largest_gap_of_stages"] < 0.02
     flatness = measure_flatness(bench, 2, silent, early=20, late=150, window=10)["flatness"]
     assert flatness["added_kv_bytes"] == 130 * 2 * 2 * 2 * 2 * 8 * 4, "rows, layers, k and v, heads"
-    assert flatness["allowed_step_seconds"] > flatness["early_step_seconds"]
+    assert flatness["allowed_added_seconds"] > 0
+    low, high = flatness["added_seconds_interval"]
+    assert low <= flatness["added_seconds"] <= high
+    assert flatness["holds"] == (flatness["added_seconds"] <= flatness["allowed_added_seconds"])
     useless = measure_useless(bench, 2, silent, num_blocks=4)["useless"]
     assert useless["num_steps"] == 100
     assert useless["bastion/ar"]["num_groups"] == 4

@@ -35,6 +35,7 @@ class LiveRows:
         keep: takes every completion, with its step records.
         in_midst: the first rows are given made-up output, so that contexts are at once as long as
             they are on average; for arms of which only the time matters.
+        num_made_up: tokens of such output that every row begins with.
     """
 
     def __init__(
@@ -45,9 +46,13 @@ class LiveRows:
         keep: Callable[[Completion], None] = lambda completion: None,
         *,
         in_midst: bool = False,
+        num_made_up: int = 0,
     ) -> None:
         self.engine = engine
-        self._requests = _requests(prompts, sampling, engine, in_midst=in_midst)
+        requests = _requests(prompts, sampling, engine, in_midst=in_midst)
+        if num_made_up:
+            requests = _far_on(prompts, sampling, engine, num_made_up)
+        self._requests = requests
         self._keep = keep
 
     def step(self) -> "TimedStep":
@@ -81,14 +86,14 @@ class TimedStep(NamedTuple):
 def _requests(
     prompts: Sequence[Prompt], sampling: SamplingParams, engine: Engine, *, in_midst: bool
 ) -> Iterator[Request]:
-    batch_size, ends = engine.max_batch, engine.target.ids.end
+    batch_size = engine.max_batch
     for number in count():
         prompt, limit = prompts[number % len(prompts)], sampling.max_new_tokens
         done: tuple[int, ...] = ()
         if number < batch_size:
             left = max(1, limit * (number + 1) // batch_size)
             if in_midst:
-                done = (next(token for token in prompt if token not in ends),) * (limit - left)
+                done = _made_up(prompt, engine, limit - left)
             else:
                 limit = left
         yield Request(
@@ -98,6 +103,27 @@ def _requests(
             generated_ids=done,
             noise_key=number,
         )
+
+
+def _far_on(
+    prompts: Sequence[Prompt], sampling: SamplingParams, engine: Engine, num_made_up: int
+) -> Iterator[Request]:
+    """Rows that all begin after so much output."""
+    for number in count():
+        prompt = prompts[number % len(prompts)]
+        yield Request(
+            row_id=str(number),
+            prompt_ids=prompt,
+            sampling=sampling,
+            generated_ids=_made_up(prompt, engine, num_made_up),
+            noise_key=number,
+        )
+
+
+def _made_up(prompt: Prompt, engine: Engine, num_tokens: int) -> tuple[int, ...]:
+    """Output that does not end: a token of the prompt, over and over."""
+    ends = engine.target.ids.end
+    return (next(token for token in prompt if token not in ends),) * num_tokens
 
 
 class Arm(NamedTuple):

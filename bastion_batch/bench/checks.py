@@ -12,16 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bastion_batch.bench.blocks import Arm, LiveRows, alternate
-from bastion_batch.bench.ratios import Ratio, paired_ratio
+from bastion_batch.bench.ratios import Ratio, estimate, paired_ratio
 from bastion_batch.bench.setup import Bench
 from bastion_batch.engine.device import device_speed
 from bastion_batch.engine.drafters.dflash import DFlashDrafter
 from bastion_batch.engine.drafters.loading import load_drafter
-from bastion_batch.records import Completion, Method, Request, SamplingParams, StepTiming
+from bastion_batch.records import Completion, Method, SamplingParams, StepTiming
 
 STAGES = ("prefill", "draft", "build", "verify", "commit", "other")
 EARLY, LATE, WINDOW = 100, 1500, 50
-"""Output positions whose step times are compared, each a median over a window."""
+"""Output positions whose step times are compared, each with so many on either side of it."""
+FLATNESS_BLOCK_STEPS = 10
 KV_ALLOWANCE = 1.25
 """Of the time to read the KV that a longer context adds."""
 USELESS_BLOCKS, USELESS_BLOCK_STEPS = 20, 25
@@ -98,38 +99,47 @@ def measure_flatness(
     late: int = LATE,
     window: int = WINDOW,
 ) -> dict[str, Any]:
-    """Step time late in a long output against early, and what the added KV explains; JSON-able."""
-    engine = bench.engine(batch_size, None, "ar")
-    last = late + window
-    sampling = SamplingParams(max_new_tokens=last + 1, ignore_eos=True)
-    prompts = [bench.prompts[n % len(bench.prompts)] for n in range(batch_size)]
-    requests = [
-        Request(row_id=str(number), prompt_ids=prompt, sampling=sampling)
-        for number, prompt in enumerate(prompts)
+    """Step time late in a long output against early, and what the added KV explains; JSON-able.
+
+    Rows around both positions take turns, so that a machine that slows down slows both.
+    """
+    arms = [
+        _around("early", bench, batch_size, early, window),
+        _around("late", bench, batch_size, late, window),
     ]
-    completion = next(c for c in engine.generate(requests) if c.row_id == "0")
-    progress(f"decoded {completion.num_output_tokens} tokens in each of {batch_size} rows")
-    records = [r for r in completion.records if not r.timing.prefill_tokens]
-    positions = np.array([r.context_length - completion.num_prompt_tokens for r in records])
-    seconds = np.array([r.timing.step_seconds for r in records])
-
-    def near(position: int) -> float:
-        return float(np.median(seconds[np.abs(positions - position) <= window]))
-
+    groups = alternate(
+        arms, seconds=bench.config.seconds, block_steps=FLATNESS_BLOCK_STEPS, progress=progress
+    )
+    early_G, late_G = (
+        np.array([group[arm].seconds / group[arm].num_steps for group in groups])
+        for arm in range(len(arms))
+    )
     bandwidth = device_speed(bench.target.device, bench.target.dtype).bandwidth
     added_bytes = (late - early) * batch_size * bench.target.new_cache().bytes_per_token
-    allowed = near(early) + KV_ALLOWANCE * added_bytes / bandwidth
+    added = estimate(late_G - early_G)
+    allowed = KV_ALLOWANCE * added_bytes / bandwidth
     return {
         "batch": batch_size,
         "flatness": {
-            "early_step_seconds": round(near(early), 6),
-            "late_step_seconds": round(near(late), 6),
+            "num_groups": len(groups),
+            "early_step_seconds": round(float(np.median(early_G)), 6),
+            "late_step_seconds": round(float(np.median(late_G)), 6),
+            "added_seconds": round(added.median, 6),
+            "added_seconds_interval": [round(added.low, 6), round(added.high, 6)],
             "added_kv_bytes": added_bytes,
             "bandwidth_bytes_per_second": round(bandwidth),
-            "allowed_step_seconds": round(allowed, 6),
-            "holds": bool(near(late) <= allowed),
+            "allowed_added_seconds": round(allowed, 6),
+            "holds": bool(added.median <= allowed),
         },
     }
+
+
+def _around(name: str, bench: Bench, batch_size: int, position: int, window: int) -> Arm:
+    """Plain decoding of rows from `window` output tokens before a position to as many after it."""
+    engine = bench.engine(batch_size, None, "ar")
+    sampling = SamplingParams(max_new_tokens=position + window, ignore_eos=True)
+    rows = LiveRows(engine, bench.prompts, sampling, num_made_up=position - window)
+    return Arm(name, rows, "ar")
 
 
 def measure_useless(

@@ -64,6 +64,21 @@ def paired_ratio(shares: Sequence[Share], baseline: Sequence[Share]) -> Ratio:
     )
 
 
+class Estimate(NamedTuple):
+    """A median with its 90 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def estimate(values_G: NDArray[np.float64]) -> Estimate:
+    """The median of what groups gave."""
+    draws = np.random.default_rng(0).integers(0, len(values_G), (NUM_RESAMPLES, len(values_G)))
+    low, high = np.quantile(np.median(values_G[draws], 1), INTERVAL)
+    return Estimate(float(np.median(values_G)), float(low), float(high))
+
+
 def _columns(shares: Sequence[Share]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     tokens, seconds = zip(*shares, strict=True)
     return np.array(tokens, np.float64), np.array(seconds, np.float64)

@@ -48,6 +48,9 @@ def _kept(compile_: Callable[[bool], Any]) -> Any:  # noqa: ANN401
 def instruction(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of compiled loops that is written in the compiler's own instructions.
 
+    What is kept of a loop is compiled anew when the loop's own file is newer, not when that of an
+    instruction is: whoever changes an instruction deletes `*.nbi`.
+
     Args:
         function: takes the typing context and the types of the arguments, without which the loops
             call it; returns its signature and what builds it.

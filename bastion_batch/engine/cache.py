@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bastion_batch.engine.memory import CacheFull, MemoryBudget
 from bastion_batch.engine import huge_pages
+from bastion_batch.engine.memory import CacheFull, MemoryBudget
 from bastion_batch.engine.transfer import to_device
 
 CAPACITIES = (256, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
@@ -144,6 +144,7 @@ class KVCache:
         self._entry_shape = (2, num_kv_heads, head_dim)
         self._num_layers = num_layers
         self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
         self.dtype = dtype
         self.device = device
         self.budget: MemoryBudget | None = None

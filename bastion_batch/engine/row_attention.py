@@ -6,8 +6,8 @@ value of a row once, for all the heads that share it, and nothing is padded. It 
 and rounds the result once, so what a row gets does not depend on the rows beside it.
 
 Measured on two cores, all 30 layers of 9 query and 3 key-value heads of 64, bfloat16, contexts of 60
-to 300, against torch's attention: 64 rows of one token 52 for 106 ms, 16 rows 13 for 32, one row of 8
-tokens 3.4 for 5.8, 4 rows of 9 tokens 9.0 for 10.0; but 8 tokens after a context of 1,500, 28 for 20.
+to 300, against torch's attention: 64 rows of one token 40 for 122 ms, 16 rows 11 for 35, 4 rows of 9
+tokens 8 for 18, 16 rows of 16 tokens 45 for 43; one row of 8 tokens after 1,500, 12 for 25.
 
 Shape letters: S tokens of the pass, H query heads, G key-value heads, D head size, R rows, U
 units of work.
@@ -25,15 +25,14 @@ from torch import Tensor
 from bastion_batch.engine.cache import KVCache, Slot
 from bastion_batch.engine.row_loops import JOB_FIELDS, attend, work_address
 from bastion_batch.engine.team import torchs_team
+from bastion_batch.engine.vectors import STEP
 
-MAX_TOKENS = 16
+MAX_TOKENS = 24
 """Of a row in the pass. Matrix units make up for the padding of larger ones."""
-MAX_PAIRS = 4096
+MAX_PAIRS = 1 << 15
 """Of a row's (query, key) pairs; beyond it the library's cost of a call does not matter."""
-
-
 PART_KEYS = 256
-"""Of how many keys a part of a row is, at most."""
+"""Of how many keys a part of a row is, at most: they are to stay in a core's cache."""
 
 
 class PackedRow(NamedTuple):
@@ -52,8 +51,9 @@ def attends_by_row(device: torch.device, dtype: torch.dtype) -> bool:
 
 def suits(kv_cache: KVCache, num_tokens: int, context_length: int) -> bool:
     """Whether a row of so many tokens in the pass and in the cache is computed here."""
-    is_small = num_tokens <= MAX_TOKENS and num_tokens * (context_length + num_tokens) <= MAX_PAIRS
-    return is_small and attends_by_row(kv_cache.device, kv_cache.dtype)
+    if not attends_by_row(kv_cache.device, kv_cache.dtype) or kv_cache.head_dim % STEP:
+        return False
+    return num_tokens <= MAX_TOKENS and num_tokens * (context_length + num_tokens) <= MAX_PAIRS
 
 
 class RowAttention:
@@ -73,16 +73,27 @@ class RowAttention:
         parts_R = _num_parts(sizes_R + contexts_R)
         places_R = np.cumsum(sizes_R * parts_R) - sizes_R * parts_R
         self._team = torchs_team()
-        units_U = _divided(sizes_R, contexts_R, parts_R, kv_cache.num_kv_heads, self._team.num_threads)
+        units_U = _divided(
+            sizes_R, contexts_R, parts_R, kv_cache.num_kv_heads, self._team.num_threads
+        )
         self._word = _WORDS[kv_cache.dtype]
         self._entries = _words(kv_cache.entries_of(rows[0].slot), self._word)
         units_R = np.bincount(units_U[:, 0])
-        fields = (first_R, sizes_R, entries_R, contexts_R, masks_R, places_R * num_q_heads, parts_R, units_R)
+        fields = (
+            first_R,
+            sizes_R,
+            entries_R,
+            contexts_R,
+            masks_R,
+            places_R * num_q_heads,
+            parts_R,
+            units_R,
+        )
         self._rows_R = np.stack(fields, 1)
         self._visible = np.concatenate([row.visible.ravel() for row in rows]).view(np.uint8)
         self._units_U = units_U
         num_places = int((sizes_R * parts_R).sum()) * num_q_heads
-        self._sums = np.empty((num_places, self._entries.shape[-1]), np.float32)
+        self._sums = np.empty((num_places, kv_cache.head_dim), np.float32)
         self._softmax = np.empty((num_places, 2), np.float32)
         self._done_R = np.empty(len(rows), np.int64)
         self._job = np.empty(JOB_FIELDS, np.int64)
@@ -125,8 +136,10 @@ def _words(tensor: Tensor, word: torch.dtype) -> NDArray[np.generic]:
 
 
 def _num_parts(num_keys_R: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Into how many parts the keys of a row are divided: by nothing but the row, so that its sums
-    are. An even number, so that two threads share them."""
+    """Into how many parts the keys of rows are divided: what a row gets must depend on it alone.
+
+    Where one does not do, it is an even number, so that two threads share them.
+    """
     return np.where(num_keys_R <= PART_KEYS, 1, -(-num_keys_R // (2 * PART_KEYS)) * 2)
 
 

@@ -18,13 +18,12 @@ from numba import carray, types
 from bastion_batch.core.compiled import compiled, compiled_address
 from bastion_batch.engine.floats import float_of_bits, narrow, widen
 from bastion_batch.engine.team import pointer_to, prefetch, run_by_team, take_next
+from bastion_batch.engine.vectors import NUM_QUERIES, add_weighted_four, lane_of, score_four
 
 _FAST = {"reassoc", "contract", "nsz"}  # sums may be reordered; infinities and NaN stay
-_QUERIES = 4
-"""Queries that a key is held against at a time; their number is padded to a multiple of it."""
-_AHEAD = np.uint64(8)
-_KEYS = 8
-"""Values that are added at a time."""
+_AHEAD = 8
+"""How many keys ahead memory is fetched: a processor does not do it beyond a page."""
+_MAX_LANES = 32
 _ROW_FIELDS = _UNIT_FIELDS = 8
 JOB_FIELDS = 20
 
@@ -49,6 +48,25 @@ def _exp(x):  # noqa: ANN001, ANN202
     return p * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
 
 
+@compiled(fastmath=_FAST | {"nnan"}, error_model="numpy")
+def _largest(scores_K):  # noqa: ANN001, ANN202
+    """Lane by lane, or the compiler compares one after the other.
+
+    It need not look for NaN, which makes the weights NaN all the same.
+    """
+    lanes_L = np.full(_MAX_LANES, scores_K[0])
+    whole = len(scores_K) // _MAX_LANES * _MAX_LANES
+    for k in range(0, whole, _MAX_LANES):
+        for lane in range(_MAX_LANES):
+            lanes_L[lane] = max(lanes_L[lane], scores_K[np.uint64(k + lane)])
+    most = lanes_L[0]
+    for lane in range(_MAX_LANES):
+        most = max(most, lanes_L[lane])
+    for k in range(whole, len(scores_K)):
+        most = max(most, scores_K[k])
+    return most
+
+
 @compiled(fastmath=_FAST, error_model="numpy")
 def _softmax(scores_K, seen_T):  # noqa: ANN001, ANN202
     """In place, up to its sum. The last T keys count where `seen_T` says so.
@@ -60,9 +78,7 @@ def _softmax(scores_K, seen_T):  # noqa: ANN001, ANN202
     for t in range(len(seen_T)):
         if not seen_T[t]:
             scores_K[first + t] = np.float32(-1e30)
-    most = scores_K[0]
-    for k in range(len(scores_K)):
-        most = max(most, scores_K[k])
+    most = _largest(scores_K)
     total = np.float32(0)
     for k in range(len(scores_K)):
         weight = _exp(scores_K[k] - most)
@@ -71,21 +87,12 @@ def _softmax(scores_K, seen_T):  # noqa: ANN001, ANN202
     return most, total
 
 
-@compiled(inline="always", fastmath=_FAST)
-def _add_weighted(sum_D, weights, block):  # noqa: ANN001, ANN202
-    """Add the weighted lines of a block of `_KEYS` values to a sum.
-
-    One array is written and one read, so that the compiler sees that they cannot overlap.
-    """
-    size = np.uint64(len(sum_D))
-    w0, w1, w2, w3, w4, w5, w6, w7 = weights
-    for i in range(len(sum_D)):
-        d = np.uint64(i)
-        lower = w0 * block[d] + w1 * block[d + size]
-        lower += w2 * block[d + size * np.uint64(2)] + w3 * block[d + size * np.uint64(3)]
-        upper = w4 * block[d + size * np.uint64(4)] + w5 * block[d + size * np.uint64(5)]
-        upper += w6 * block[d + size * np.uint64(6)] + w7 * block[d + size * np.uint64(7)]
-        sum_D[d] += lower + upper
+@compiled()
+def _zeros_in_lines(size_Q, size_D):  # noqa: ANN001, ANN202
+    """An array that begins where a line of the processor's cache does: no vector is in two."""
+    spare = np.zeros(size_Q * size_D + 16, np.float32)
+    first = (-spare.ctypes.data % 64) // 4
+    return spare[first : first + size_Q * size_D].reshape((size_Q, size_D))
 
 
 @compiled(fastmath=_FAST, error_model="numpy")
@@ -94,75 +101,58 @@ def _queries(heads_SHD, first_token, q_head, num_tokens, group, out_QD):  # noqa
     size_D = heads_SHD.shape[2]
     scale = np.float32(1 / np.sqrt(size_D))
     for i in range(num_tokens * group):
+        query_D = heads_SHD[first_token + i // group, q_head + i % group]
         for d in range(size_D):
-            value = widen(heads_SHD[first_token + i // group, q_head + i % group, d])
-            out_QD[i, d] = value * scale
-
-
-@compiled(inline="always", fastmath=_FAST)
-def _score(q_QD, first_query, last_query, key_D, k, scores_QK):  # noqa: ANN001, ANN202
-    """The products of some queries with a key, four at a time.
-
-    Indices that cannot be negative are unsigned, or the compiler must allow for them to be.
-    """
-    one = np.uint64(1)
-    for i in range(first_query, last_query, _QUERIES):
-        r = np.uint64(i)
-        q0, q1, q2, q3 = q_QD[r], q_QD[r + one], q_QD[r + one + one], q_QD[r + one + one + one]
-        s0 = s1 = s2 = s3 = np.float32(0)
-        for d in range(len(key_D)):
-            x = widen(key_D[d])
-            s0 += q0[d] * x
-            s1 += q1[d] * x
-            s2 += q2[d] * x
-            s3 += q3[d] * x
-        scores_QK[r, k], scores_QK[r + one, k] = s0, s1
-        scores_QK[r + one + one, k], scores_QK[r + one + one + one, k] = s2, s3
-
-
-@compiled(fastmath=_FAST, error_model="numpy")
-def _load(entries_ED, line, step, count, block):  # noqa: ANN001, ANN202
-    """`count` values, a `step` of lines apart, into a block; the rest of it zero."""
-    size_D = entries_ED.shape[1]
-    block[count * size_D :] = 0
-    for j in range(count):
-        entry = entries_ED[line + np.uint64(j) * step]
-        start = np.uint64(j * size_D)
-        for d in range(size_D):
-            block[start + np.uint64(d)] = widen(entry[d])
+            lane = lane_of(np.uint64(d), np.uint64(size_D), query_D[d])
+            out_QD[np.uint64(i), lane] = widen(query_D[d]) * scale
 
 
 @compiled(fastmath=_FAST, error_model="numpy")
 def _scores(q_QD, entries_ED, line, step, num_heads, num_keys, scores_QK):  # noqa: ANN001, ANN202
     """Of every query with the keys of its head, a `step` of lines apart, in their order."""
+    size_D = entries_ED.shape[1]
     each = len(q_QD) // num_heads
-    line_bytes = len(q_QD[0]) * entries_ED.itemsize
-    values = line_bytes * np.int64(step) // 2
-    ahead = entries_ED.ctypes.data + np.int64(line + _AHEAD * step) * line_bytes
+    line_bytes = size_D * entries_ED.itemsize
+    key = entries_ED.ctypes.data + line * line_bytes
+    queries, query_bytes = q_QD.ctypes.data, 4 * size_D
+    scores, score_bytes = scores_QK.ctypes.data, 4 * num_keys
+    ahead, to_value = _AHEAD * step * line_bytes, step * line_bytes // 2
     for k in range(num_keys):
-        entry = ahead + k * np.int64(step) * line_bytes
-        for i in range(0, num_heads * line_bytes, 64):
-            prefetch(entry + i)
-            prefetch(entry + values + i)
+        for place in range(key + ahead, key + ahead + num_heads * line_bytes, 64):
+            prefetch(place)
+            prefetch(place + to_value)
         for head in range(num_heads):
-            key_D = entries_ED[line + np.uint64(k) * step + np.uint64(head)]
-            _score(q_QD, head * each, (head + 1) * each, key_D, np.uint64(k), scores_QK)
+            for q in range(head * each, (head + 1) * each, NUM_QUERIES):
+                score_four(
+                    queries + q * query_bytes,
+                    query_bytes,
+                    key + head * line_bytes,
+                    size_D,
+                    scores + q * score_bytes + 4 * k,
+                    score_bytes,
+                    entries_ED[0, 0],
+                )
+        key += step * line_bytes
 
 
 @compiled(fastmath=_FAST, error_model="numpy")
-def _weighted_values(weights_QK, entries_ED, line, step, num_heads, num_keys, used, sums_QD):  # noqa: ANN001, ANN202
-    """Add the weighted values of every head to the sums of its first `used` queries."""
+def _weighted_values(weights_QK, entries_ED, line, step, num_heads, num_keys, sums_QD):  # noqa: ANN001, ANN202
+    """The weighted sums of the values of every head."""
+    size_D = entries_ED.shape[1]
     each = len(sums_QD) // num_heads
-    block = np.empty(_KEYS * sums_QD.shape[1], np.float32)
-    for k in range(0, num_keys, _KEYS):
-        count = min(_KEYS, num_keys - k)
-        for head in range(num_heads):
-            _load(entries_ED, line + np.uint64(k) * step + np.uint64(head), step, count, block)
-            for q in range(head * each, head * each + used):
-                weights = weights_QK[np.uint64(q)]
-                w0, w1, w2, w3 = weights[k], weights[k + 1], weights[k + 2], weights[k + 3]
-                w4, w5, w6, w7 = weights[k + 4], weights[k + 5], weights[k + 6], weights[k + 7]
-                _add_weighted(sums_QD[np.uint64(q)], (w0, w1, w2, w3, w4, w5, w6, w7), block)
+    line_bytes = size_D * entries_ED.itemsize
+    value = entries_ED.ctypes.data + line * line_bytes
+    for q in range(0, num_heads * each, NUM_QUERIES):
+        add_weighted_four(
+            weights_QK.ctypes.data + 4 * num_keys * q,
+            4 * num_keys,
+            value + q // each * line_bytes,
+            step * line_bytes,
+            num_keys,
+            sums_QD.ctypes.data + 4 * size_D * q,
+            size_D,
+            entries_ED[0, 0],
+        )
 
 
 @compiled(fastmath=_FAST, error_model="numpy", nogil=True)
@@ -170,7 +160,7 @@ def _attend_unit(heads_SHD, entries_ED, row, unit, visible, num_q_heads, sums_PD
     """Scores of all the unit's queries, softmax, weighted values: its part of what its row gets.
 
     Every key and value is read once, in the order in which the entries lie. The queries of a
-    key-value head lie together, as many as a multiple of `_QUERIES`.
+    key-value head lie together, as many as a multiple of `NUM_QUERIES`.
     """
     first_token, size, first_entry, context, mask, first_part, _, _ = row
     _, part, first_key, last_key, first_head, last_head, start, stop = unit
@@ -178,15 +168,15 @@ def _attend_unit(heads_SHD, entries_ED, row, unit, visible, num_q_heads, sums_PD
     group = num_q_heads // num_kv_heads
     num_heads, num_keys = last_head - first_head, last_key - first_key
     used = (stop - start) * group
-    each = (used + _QUERIES - 1) // _QUERIES * _QUERIES
-    q_QD = np.zeros((num_heads * each, size_D), np.float32)
+    each = (used + NUM_QUERIES - 1) // NUM_QUERIES * NUM_QUERIES
+    q_QD = _zeros_in_lines(num_heads * each, size_D)
     for head in range(num_heads):
         q_head = (first_head + head) * group
         queries = q_QD[head * each : head * each + used]
         _queries(heads_SHD, first_token + start, q_head, stop - start, group, queries)
-    scores_QK = np.empty((num_heads * each, (num_keys + _KEYS - 1) // _KEYS * _KEYS), np.float32)
-    step = np.uint64(2 * num_kv_heads)
-    line = np.uint64((first_entry + first_key) * 2 * num_kv_heads + first_head)
+    scores_QK = np.empty((num_heads * each, num_keys), np.float32)
+    step = 2 * num_kv_heads
+    line = (first_entry + first_key) * step + first_head
     _scores(q_QD, entries_ED, line, step, num_heads, num_keys, scores_QK)
     first_own = max(first_key, context)
     num_own = max(last_key - first_own, 0)
@@ -195,13 +185,11 @@ def _attend_unit(heads_SHD, entries_ED, row, unit, visible, num_q_heads, sums_PD
         for i in range(used):
             q, token = head * each + i, start + i // group
             seen_T = visible[mask + token * size + first_own - context :][:num_own]
-            most, total = _softmax(scores_QK[q, :num_keys], seen_T)
-            scores_QK[q, num_keys:] = 0
+            most, total = _softmax(scores_QK[q], seen_T)
             place = first_place + token * num_q_heads + (first_head + head) * group + i % group
             softmax_P2[place, 0], softmax_P2[place, 1] = most, total
-    sums_QD = np.zeros_like(q_QD)
-    line += np.uint64(num_kv_heads)
-    _weighted_values(scores_QK, entries_ED, line, step, num_heads, num_keys, used, sums_QD)
+    sums_QD = q_QD  # not needed any more
+    _weighted_values(scores_QK, entries_ED, line + num_kv_heads, step, num_heads, num_keys, sums_QD)
     for head in range(num_heads):
         for i in range(used):
             token, q_head = start + i // group, (first_head + head) * group + i % group
@@ -228,9 +216,10 @@ def _put_together(row, sums_PD, softmax_P2, like, out_SHD):  # noqa: ANN001, ANN
             total += weight * softmax_P2[p, 1]
             for d in range(len(sum_D)):
                 sum_D[d] += weight * sums_PD[p, d]
+        out_D = out_SHD[first_token + q // num_q_heads, q % num_q_heads]
         for d in range(len(sum_D)):
-            value = narrow(sum_D[d] / total, like)
-            out_SHD[first_token + q // num_q_heads, q % num_q_heads, d] = value
+            lane = lane_of(np.uint64(d), np.uint64(len(sum_D)), like)
+            out_D[d] = narrow(sum_D[lane] / total, like)
 
 
 @compiled(inline="always")
@@ -255,9 +244,7 @@ def _work_off(job, like):  # noqa: ANN001, ANN202
         if u >= len(units_U):
             return
         unit, row = units_U[u], rows_R[units_U[u, 0]]
-        _attend_unit(
-            heads_SHD, entries_ED, row, unit, visible_V, num_q_heads, sums_PD, softmax_P2
-        )
+        _attend_unit(heads_SHD, entries_ED, row, unit, visible_V, num_q_heads, sums_PD, softmax_P2)
         done = take_next(job[19] + 8 * unit[0])
         if done + 1 == row[7]:
             _put_together(row, sums_PD, softmax_P2, like, out_SHD)

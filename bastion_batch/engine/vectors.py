@@ -1,0 +1,191 @@
+"""Products of four queries with the keys and values of a row, in the compiler's vectors.
+
+Written out because a compiler that vectorises loops by itself sums every product across its lanes
+alone, widens bfloat16 by shuffles and keeps sums in memory. Here four queries are summed across
+lanes together, a 32-bit word of two bfloat16 numbers is widened by a shift and a mask, and sums stay
+in registers. A target without such vectors gets them cut in parts by the compiler.
+
+Queries and sums lie as words do: `[0, 2, 4, ..., 1, 3, 5, ...]` of a head in bfloat16, see `lane_of`;
+as they are in float32.
+"""
+
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.core.errors import TypingError
+
+from bastion_batch.core.compiled import instruction
+
+NUM_QUERIES = 4
+"""At a time; their arrays are padded to a multiple of it."""
+_LANES = 16
+_VECTOR_BYTES = 4 * _LANES
+_PARTS = 2
+"""Vectors of values that are computed together."""
+STEP = _PARTS * _LANES
+"""Values that are computed together: a head's size is a multiple of it."""
+_FLOAT, _INT, _LONG, _BYTES = (
+    ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
+)  # fmt: skip
+_FLOATS, _INTS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INT, _LANES)
+
+
+@instruction
+def lane_of(_context, d, size_d, like):  # noqa: ANN001, ANN201
+    """Where value `d` of a head of `size_d` lies in a query or a sum."""
+
+    def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
+        d, size_d, _ = args
+        if like == types.float32:
+            return d
+        half = builder.lshr(size_d, _LONG(1))
+        is_odd = builder.and_(d, _LONG(1))
+        return builder.add(builder.lshr(d, _LONG(1)), builder.mul(is_odd, half))
+
+    return types.uint64(types.uint64, types.uint64, like), generate
+
+
+@instruction
+def score_four(_context, queries, query_bytes, key, size_d, scores, score_bytes, like):  # noqa: ANN001, ANN201
+    """Products of four queries, `query_bytes` apart, with a key; stored `score_bytes` apart.
+
+    Arguments are addresses and sizes; `like` is a stored value.
+    """
+    layout = _Layout.of(like)
+
+    def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
+        queries, query_bytes, key, size_d, scores, score_bytes, _ = args
+        sums_QP = [[_zeroed(builder) for _ in range(_PARTS)] for _ in range(NUM_QUERIES)]
+        with cgutils.for_range(builder, builder.udiv(size_d, _LONG(STEP))) as loop:
+            parts = layout.values(builder, key, loop.index)
+            places = layout.places(builder, size_d, loop.index)
+            for q, sums_P in enumerate(sums_QP):
+                query = builder.add(queries, builder.mul(query_bytes, _LONG(q)))
+                for total, part, place in zip(sums_P, parts, places, strict=True):
+                    values = _load(builder, _FLOATS, builder.add(query, place))
+                    _add_product(builder, total, values, part)
+        totals_Q = [builder.fadd(*(builder.load(total) for total in sums)) for sums in sums_QP]
+        across = _across_lanes(builder, totals_Q)
+        for q in range(NUM_QUERIES):
+            at = builder.add(scores, builder.mul(score_bytes, _LONG(q)))
+            pointer = builder.inttoptr(at, _FLOAT.as_pointer())
+            builder.store(builder.extract_element(across, _INT(q)), pointer)
+        return key
+
+    return types.int64(*[types.int64] * 6, like), generate
+
+
+@instruction
+def add_weighted_four(  # noqa: ANN201
+    _context, weights, weight_bytes, value, value_bytes, num_values, sums, size_d, like  # noqa: ANN001
+):  # fmt: skip
+    """Weighted sums of `num_values` values, `value_bytes` apart, for four queries.
+
+    The weights of a query lie side by side, those of the next `weight_bytes` further; the sums of
+    the queries follow each other.
+    """
+    layout = _Layout.of(like)
+
+    def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
+        weights, weight_bytes, value, value_bytes, num_values, sums, size_d, _ = args
+        sums_QP = [[_zeroed(builder) for _ in range(_PARTS)] for _ in range(NUM_QUERIES)]
+        with cgutils.for_range(builder, builder.udiv(size_d, _LONG(STEP))) as step:
+            for sums_P in sums_QP:
+                for total in sums_P:
+                    builder.store(ir.Constant(_FLOATS, None), total)
+            with cgutils.for_range(builder, num_values) as loop:
+                at = builder.add(value, builder.mul(loop.index, value_bytes))
+                parts = layout.values(builder, at, step.index)
+                weight_at = builder.add(weights, builder.mul(loop.index, _LONG(4)))
+                for q, sums_P in enumerate(sums_QP):
+                    at = builder.add(weight_at, builder.mul(weight_bytes, _LONG(q)))
+                    weight = _everywhere(builder, _load(builder, _FLOAT, at))
+                    for total, part in zip(sums_P, parts, strict=True):
+                        _add_product(builder, total, weight, part)
+            places = layout.places(builder, size_d, step.index)
+            for q, sums_P in enumerate(sums_QP):
+                first = builder.add(sums, builder.mul(size_d, _LONG(4 * q)))
+                for total, place in zip(sums_P, places, strict=True):
+                    pointer = builder.inttoptr(builder.add(first, place), _FLOATS.as_pointer())
+                    builder.store(builder.load(total), pointer, align=4)
+        return value
+
+    return types.int64(*[types.int64] * 7, like), generate
+
+
+class _Layout(NamedTuple):
+    """How stored values are read a step at a time, and where they lie in queries and sums."""
+
+    is_narrow: bool
+
+    @classmethod
+    def of(cls, like: Any) -> "_Layout":  # noqa: ANN401 - a numba type
+        if like not in (types.uint16, types.float32):
+            raise TypingError(f"{like}: neither bfloat16 bits (uint16) nor float32")
+        return cls(like == types.uint16)
+
+    def values(self, builder: Any, first: Any, step: Any) -> list[Any]:  # noqa: ANN401
+        """The vectors of a step of what is stored from address `first`: if narrow, even and odd."""
+        if not self.is_narrow:
+            at = builder.add(first, builder.mul(step, _LONG(_PARTS * _VECTOR_BYTES)))
+            return [
+                _load(builder, _FLOATS, builder.add(at, _LONG(part * _VECTOR_BYTES)))
+                for part in range(_PARTS)
+            ]
+        at = builder.add(first, builder.mul(step, _LONG(_VECTOR_BYTES)))
+        words = _load(builder, _INTS, at)
+        even = builder.shl(words, ir.Constant(_INTS, [16] * _LANES))
+        odd = builder.and_(words, ir.Constant(_INTS, [-0x10000] * _LANES))
+        return [builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)]
+
+    def places(self, builder: Any, size_d: Any, step: Any) -> list[Any]:  # noqa: ANN401
+        """Offsets in bytes of those vectors in a query or a sum."""
+        if not self.is_narrow:
+            at = builder.mul(step, _LONG(_PARTS * _VECTOR_BYTES))
+            return [builder.add(at, _LONG(part * _VECTOR_BYTES)) for part in range(_PARTS)]
+        at = builder.mul(step, _LONG(_VECTOR_BYTES))
+        return [at, builder.add(at, builder.mul(size_d, _LONG(2)))]
+
+
+def _zeroed(builder: Any) -> Any:  # noqa: ANN401
+    """A vector that ends in a register."""
+    place = cgutils.alloca_once(builder, _FLOATS)
+    builder.store(ir.Constant(_FLOATS, None), place)
+    return place
+
+
+def _load(builder: Any, kind: ir.Type, address: Any) -> Any:  # noqa: ANN401
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
+
+
+def _add_product(builder: Any, place: Any, left: Any, right: Any) -> None:  # noqa: ANN401
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_LANES}f32")
+    builder.store(builder.call(fma, [left, right, builder.load(place)]), place)
+
+
+def _everywhere(builder: Any, number: Any) -> Any:  # noqa: ANN401
+    """A vector of one number."""
+    first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _INT(0))
+    return builder.shuffle_vector(first, first, ir.Constant(_INTS, [0] * _LANES))
+
+
+def _across_lanes(builder: Any, vectors: list[Any]) -> Any:  # noqa: ANN401
+    """The sums of four vectors of 16, in the first four lanes."""
+
+    def folded(left: Any, right: Any, lanes: list[int], others: list[int]) -> Any:  # noqa: ANN401
+        """The sums of some lanes of two vectors and of some others."""
+        first, second = (
+            builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(_INT, len(at)), at))
+            for at in (lanes, others)
+        )
+        return builder.fadd(first, second)
+
+    lower, upper = list(range(8)), list(range(8, 16))
+    a, b, c, d = (folded(vector, vector, lower, upper) for vector in vectors)
+    even, odd = [0, 8, 2, 10, 4, 12, 6, 14], [1, 9, 3, 11, 5, 13, 7, 15]
+    ab, cd = folded(a, b, even, odd), folded(c, d, even, odd)
+    abcd = folded(ab, cd, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
+    return folded(abcd, abcd, [0, 1, 2, 3], [4, 5, 6, 7])
