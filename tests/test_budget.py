@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bastion_batch.core.budget import BatchGates, DraftDepths, RowGates, best_budget
+from bastion_batch.core.budget import (
+    BatchGates,
+    DraftDepths,
+    PlainProbes,
+    RowGates,
+    best_budget,
+)
 
 proven = settings(derandomize=True, deadline=None, max_examples=200)
 scores = st.lists(st.floats(-12, 0), max_size=30).map(lambda s: np.array(sorted(s, reverse=True)))
@@ -227,3 +233,34 @@ def test_a_good_drafter_with_uneven_luck_is_not_given_up():
                 tokens = np.minimum(generator.geometric(0.5, num_rows), 8).mean()
                 gates.observe(num_rows, tokens / 1.4, 1.0)
         assert drafted > 0.98 * 2_000, num_rows
+
+
+# Plain probes
+
+
+def probed(probes: PlainProbes, num_steps: int, gain: float, num_rows: int = 4) -> list[int]:
+    """The steps that were to be plain ones."""
+    return [step for step in range(num_steps) if probes.is_due(num_rows, gain)]
+
+
+def test_plain_steps_are_taken_more_and_more_seldom_where_the_gain_is_small():
+    steps = probed(PlainProbes(), 2_000, 0.05)
+    begun = [step for step in steps if step - 1 not in steps]
+    assert begun[:4] == [8, 26, 60, 126], "after 8, 16, 32, 64 drafted steps"
+    assert len(steps) == PlainProbes.LENGTH * len(begun)
+    assert len(steps) < 0.02 * 2_000 + 8
+    assert max(np.diff(begun)) == PlainProbes.MAX_WAIT + PlainProbes.LENGTH
+
+
+def test_a_clear_gain_is_probed_once_for_each_batch_size():
+    probes = PlainProbes()
+    assert probed(probes, 500, 0.5) == [8, 9]
+    assert probed(probes, 500, 0.5, num_rows=1) == [8, 9]
+    assert probed(probes, 10, 0.1) == [0, 1], "it is in doubt again"
+
+
+def test_other_plain_steps_do_as_well():
+    probes = PlainProbes()
+    for _ in range(50):
+        assert not probed(probes, 8, 0.0)
+        probes.postpone(4)

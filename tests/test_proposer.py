@@ -41,7 +41,7 @@ class Costs:
         self.told: list[float] = []
         self._draft_seconds, self._per_row = draft_seconds, per_row
 
-    def plain_seconds(self, num_rows: int, context_tokens: int) -> float:
+    def plain_step_seconds(self, num_rows: int, context_tokens: int) -> float:
         load = PassLoad.of(np.array([num_rows]), num_rows, context_tokens)
         return float(self.verify.seconds_of(load)[0])
 

@@ -80,7 +80,7 @@ def tiny_drafter(target: Target, block_size: int = 6, seed: int = 0) -> DFlashDr
 class FixedCosts(StepCosts):
     """Nodes are cheap, plain steps are not, and nothing that is measured changes that."""
 
-    def plain_seconds(self, num_rows: int, context_tokens: int) -> float:
+    def plain_step_seconds(self, num_rows: int, context_tokens: int) -> float:
         return 1e9
 
     def observe_verify(self, load, seconds) -> None:

@@ -76,6 +76,11 @@ class DraftGate:
         self._num_observed = 0
         self._last_gain: float | None = None
 
+    @property
+    def recent_gain(self) -> float:
+        """The longer mean."""
+        return self._means[-1]
+
     def wants_draft(self, step: int) -> bool:
         """Whether to draft in this step; steps are counted by the caller."""
         return step >= self._resume_at
@@ -111,6 +116,50 @@ class DraftGate:
         self._variance += ((gain - last) ** 2 / 2 - self._variance) / self._variance_weight
 
 
+class PlainProbes:
+    """Now and then a plain step while drafting goes on: what one takes must not stay a guess.
+
+    They become rarer from time to time, and end where the gain is so clear that no guess can be as
+    far off. Counted by power of two of the batch size.
+    """
+
+    FIRST_WAIT, MAX_WAIT = 8, 128
+    """Drafted steps from one probe to the next, doubling."""
+    LENGTH = 2
+    """Plain steps of a probe."""
+    CLEAR_GAIN = 0.25
+    """A share; beyond it the first probe is the last one."""
+
+    def __init__(self) -> None:
+        self._waits: dict[int, int] = {}
+        self._num_drafted: dict[int, int] = {}
+        self._num_left = 0
+
+    def is_due(self, num_rows: int, gain: float) -> bool:
+        """Whether a step that would be drafted is to be a plain one.
+
+        Args:
+            num_rows: that decode.
+            gain: of drafting lately, as a share.
+        """
+        if self._num_left:
+            self._num_left -= 1
+            return True
+        size = num_rows.bit_length()
+        num_drafted, wait = self._num_drafted.get(size, 0), self._waits.get(size, self.FIRST_WAIT)
+        if num_drafted < wait or (size in self._waits and gain > self.CLEAR_GAIN):
+            self._num_drafted[size] = num_drafted + 1
+            return False
+        self._waits[size] = min(2 * wait, self.MAX_WAIT)
+        self._num_drafted[size] = 0
+        self._num_left = self.LENGTH - 1
+        return True
+
+    def postpone(self, num_rows: int) -> None:
+        """A plain step was taken for another reason."""
+        self._num_drafted[num_rows.bit_length()] = 0
+
+
 class BatchGates:
     """A gate per power of two of the batch size, as what pays depends on it.
 
@@ -129,6 +178,10 @@ class BatchGates:
         """Whether to run the drafter in the coming step; asked once per step."""
         self._step += 1
         return self._gate(num_rows).wants_draft(self._step)
+
+    def recent_gain(self, num_rows: int) -> float:
+        """Of drafting lately, as a share."""
+        return self._gate(num_rows).recent_gain
 
     def observe(self, num_rows: int, drafted_rate: float, plain_rate: float) -> None:
         """Take note of a drafted step: its tokens per second, and those without drafting."""

@@ -1,6 +1,7 @@
 """Fitting a roofline to timings: least squares of the relative error, coefficients at least 0."""
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 
 from bastion_batch.core.devices import DeviceSpeed
 from bastion_batch.core.roofline import Branch, ModelShape, Roofline, Timing
+from bastion_batch.core.stairs import Stairs
 
 MIN_TIMINGS = 4
 """With fewer timings the coefficients keep their priors, and the correction takes up the rest."""
@@ -22,9 +24,41 @@ CLEARLY_BETTER = 0.25
 RIDGE = 1e-4
 """Pull towards the prior, relative to a timing's weight: decides only what the data leaves open."""
 
+TILES = (8, 16, 32, 64, 128)
+TILE_SHARES = (0.5, 0.75, 0.9, 1.0)
+"""Stairs that are tried."""
+STAIRS_SIZES = 6
+"""Different sizes of pass without which no stairs are looked for."""
+STAIRS_GAIN = 0.5
+"""Stairs must leave no more of the squared error than none."""
 
-def fit_roofline(shape: ModelShape, speed: DeviceSpeed, timings: Sequence[Timing]) -> Roofline:
-    """The roofline nearest to some timings.
+
+def fit_stairs(shape: ModelShape, speed: DeviceSpeed, timings: Sequence[Timing]) -> Stairs:
+    """The stairs that explain the timings of one row after the shortest context, or none.
+
+    Between rows and contexts other things differ as well.
+    """
+    single = [timing for timing in timings if timing.num_rows == 1]
+    shortest = min((timing.context_tokens for timing in single), default=0)
+    single = [timing for timing in single if timing.context_tokens == shortest]
+    best = Stairs()
+    if len({timing.num_tokens for timing in single}) < STAIRS_SIZES:
+        return best
+    least_error = STAIRS_GAIN * _squared_error(_Terms.of(shape, speed, single, best))
+    for tile, share in product(TILES, TILE_SHARES):
+        error = _squared_error(_Terms.of(shape, speed, single, Stairs(tile, share)))
+        if error < least_error:
+            best, least_error = Stairs(tile, share), error
+    return best
+
+
+def fit_roofline(
+    shape: ModelShape,
+    speed: DeviceSpeed,
+    timings: Sequence[Timing],
+    stairs: Stairs = Stairs(),  # noqa: B008 - immutable
+) -> Roofline:
+    """The roofline nearest to some timings, of passes that count as `stairs` says.
 
     Every split of the timings by pass tokens is tried: the smaller passes on the memory branch,
     the larger ones on the compute branch. One branch is preferred to two, and the one that the
@@ -33,14 +67,24 @@ def fit_roofline(shape: ModelShape, speed: DeviceSpeed, timings: Sequence[Timing
     """
     if len(timings) < MIN_TIMINGS:
         return Roofline()
-    terms = _Terms.of(shape, speed, timings)
+    terms = _Terms.of(shape, speed, timings, stairs)
+    best, _ = _nearest(terms)
+    return best._replace(unidentified=_unidentified(best, terms))
+
+
+def _squared_error(terms: "_Terms") -> float:
+    return _nearest(terms)[1]
+
+
+def _nearest(terms: "_Terms") -> tuple[Roofline, float]:
+    """The roofline, and the squared error that it leaves."""
     best, least_error = Roofline(), np.inf
     for split in _splits(terms):
         found = _fit_split(terms, split.small)
         error = float(np.square(terms.seconds(found) / terms.measured - 1).sum()) + 1e-9
         if error < split.needed_gain * least_error:
             best, least_error = found, error
-    return best._replace(unidentified=_unidentified(best, terms))
+    return best, least_error
 
 
 def undisturbed(timings: Sequence[Timing]) -> list[Timing]:
@@ -72,8 +116,11 @@ class _Terms(NamedTuple):
     attention_memory: NDArray[np.float64]
 
     @classmethod
-    def of(cls, shape: ModelShape, speed: DeviceSpeed, timings: Sequence[Timing]) -> Self:
+    def of(
+        cls, shape: ModelShape, speed: DeviceSpeed, timings: Sequence[Timing], stairs: Stairs
+    ) -> Self:
         tokens, rows, contexts, measured = np.array(timings, np.float64).T
+        tokens = stairs.counted(tokens)
         pairs = np.array([timing.load.attended_pairs for timing in timings])
         return cls(
             measured,

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from bastion_batch.core.correction import ROWS, TOKENS, Correction, Place
 from bastion_batch.core.devices import DeviceSpeed
-from bastion_batch.core.fitting import fit_roofline, undisturbed
+from bastion_batch.core.fitting import fit_roofline, fit_stairs, undisturbed
 from bastion_batch.core.roofline import ModelShape, PassLoad, Roofline, Timing
+from bastion_batch.core.stairs import Stairs
 
 WINDOW = 64
 """Observations that the reported error is the median of."""
@@ -33,6 +34,7 @@ class LatencyModel:
         speed: the device's.
         roofline: a fitted one; the data sheet's if None.
         correction: a learnt one; none if None.
+        stairs: how passes are counted, by roofline and correction alike.
     """
 
     def __init__(
@@ -41,9 +43,11 @@ class LatencyModel:
         speed: DeviceSpeed,
         roofline: Roofline | None = None,
         correction: Correction | None = None,
+        stairs: Stairs = Stairs(),  # noqa: B008 - immutable
     ) -> None:
         self.shape = shape
         self.speed = speed
+        self.stairs = stairs
         self.roofline = roofline or Roofline()
         self._prices = self.roofline.prices(shape, speed)
         self.correction = correction or Correction()
@@ -57,16 +61,18 @@ class LatencyModel:
         return float(np.median(self._errors)) if self._errors else None
 
     def fit(self, timings: Sequence[Timing]) -> None:
-        """Fit the roofline to timings, then put the correction through what is left.
+        """Fit stairs and roofline to timings, then put the correction through what is left.
 
         Where a pass of more tokens took less time, the smaller one is taken to have been disturbed.
         """
         timings = undisturbed(timings)
-        self.roofline = fit_roofline(self.shape, self.speed, timings)
+        self.stairs = fit_stairs(self.shape, self.speed, timings)
+        self.roofline = fit_roofline(self.shape, self.speed, timings, self.stairs)
         self._prices = self.roofline.prices(self.shape, self.speed)
-        bases = [float(self._prices.of(timing.load)) for timing in timings]
+        loads = [self.stairs.of(timing.load) for timing in timings]
+        bases = [float(self._prices.of(load)) for load in loads]
         self.correction = Correction.through(
-            [Place.of(t.num_tokens, t.num_rows, t.context_tokens) for t in timings],
+            [_place(load) for load in loads],
             [float(np.log(t.seconds / base)) for t, base in zip(timings, bases, strict=True)],
         )
 
@@ -91,37 +97,41 @@ class LatencyModel:
 
     def seconds_of(self, load: PassLoad) -> NDArray[np.float64]:
         """Predicted seconds of passes."""
-        factors = self.correction.factors(load.num_tokens, load.num_rows, load.context_tokens)
-        return self._prices.of(load) * factors
+        return self._seconds_of(self.stairs.of(load))
+
+    def _seconds_of(self, counted: PassLoad) -> NDArray[np.float64]:
+        tokens_N, num_rows, contexts = counted.num_tokens, counted.num_rows, counted.context_tokens
+        return self._prices.of(counted) * self.correction.factors(tokens_N, num_rows, contexts)
 
     def hopeful_seconds_of(self, load: PassLoad) -> NDArray[np.float64]:
         """What passes may take at best, for all that is known: to choose by, so that sizes are tried.
 
         A size that was measured badly once, and so is never chosen, would stay wrong for ever.
         """
-        visits = self._visits[self._visited(load)]
-        return self.seconds_of(load) * (1 - OPTIMISM / np.sqrt(1 + visits))
+        counted = self.stairs.of(load)
+        visits = self._visits[self._visited(counted)]
+        return self._seconds_of(counted) * (1 - OPTIMISM / np.sqrt(1 + visits))
 
-    def _visited(self, load: PassLoad) -> tuple[int, NDArray[np.intp]]:
-        """Which sizes of pass count as one: up to the next point of the grid, as stairs go."""
-        rows = np.searchsorted(ROWS, min(load.num_rows, ROWS[-1]))
-        tokens = np.searchsorted(TOKENS, np.minimum(load.num_tokens, TOKENS[-1]))
+    def _visited(self, counted: PassLoad) -> tuple[int, NDArray[np.intp]]:
+        """Which sizes of pass are taken for one: up to the next point of the grid."""
+        rows = np.searchsorted(ROWS, min(counted.num_rows, ROWS[-1]))
+        tokens = np.searchsorted(TOKENS, np.minimum(counted.num_tokens, TOKENS[-1]))
         return int(rows), tokens
 
     def base_seconds(self, load: PassLoad) -> float:
         """The roofline of a pass, without what was learnt since it was fitted."""
-        return float(self._prices.of(load))
+        return float(self._prices.of(self.stairs.of(load)))
 
     def observe(self, load: PassLoad, seconds: float) -> None:
         """Learn from a pass without prompts that took `seconds`."""
-        predicted = float(self.seconds_of(load))
+        counted = self.stairs.of(load)
+        predicted = float(self._seconds_of(counted))
         self._errors.append(abs(predicted / seconds - 1))
         self.num_observed += 1
-        self._visits[self._visited(load)] += 1
-        num_rows, context_tokens = load.num_rows, load.context_tokens
-        place = Place.of(float(load.num_tokens), num_rows, context_tokens)
+        self._visits[self._visited(counted)] += 1
+        place = _place(counted)
         self.correction.observe(place, math.log(seconds / predicted))
-        grid = PassLoad.of(_GRID_TOKENS, num_rows, context_tokens)
+        grid = PassLoad.of(_GRID_TOKENS, counted.num_rows, counted.context_tokens)
         self.correction.make_monotone(place, self._prices.of(grid))
 
     def scale(self, factor: float) -> None:
@@ -139,6 +149,7 @@ class LatencyModel:
             "peak_flops": self.speed.flops,
             "bandwidth_bytes_per_second": self.speed.bandwidth,
             "speed_source": self.speed.source,
+            "stairs": self.stairs._asdict(),
             **_coefficients(self.roofline),
             "correction": self._shown_correction(),
             "median_absolute_relative_error": None if error is None else round(error, 4),
@@ -149,6 +160,7 @@ class LatencyModel:
         """Everything fitted and learnt, JSON-able; `from_dict` reads it back."""
         return {
             "speed": self.speed._asdict(),
+            "stairs": list(self.stairs),
             "roofline": self.roofline.to_dict(),
             "correction": self.correction.to_dict(),
         }
@@ -164,10 +176,14 @@ class LatencyModel:
         if not (0 < speed.flops < math.inf and 0 < speed.bandwidth < math.inf):
             raise ValueError(f"peak {speed.flops} and bandwidth {speed.bandwidth} of a device")
         roofline = Roofline.from_dict(data["roofline"])
-        return cls(shape, speed, roofline, Correction.from_dict(data["correction"]))
+        tile, share = data["stairs"]
+        if not (1 <= tile < math.inf and 0 <= share <= 1):
+            raise ValueError(f"stairs of {tile} tokens, of which {share} come with the first")
+        correction = Correction.from_dict(data["correction"])
+        return cls(shape, speed, roofline, correction, Stairs(int(tile), float(share)))
 
     def _shown_correction(self) -> list[dict[str, Any]]:
-        tokens = np.array(SHOWN_TOKENS, np.float64)
+        tokens = self.stairs.counted(np.array(SHOWN_TOKENS, np.float64))
         return [
             {
                 "num_rows": rows,
@@ -186,6 +202,10 @@ class LatencyModel:
 
 
 _GRID_TOKENS = np.array(TOKENS, np.float64)
+
+
+def _place(counted: PassLoad) -> Place:
+    return Place.of(float(counted.num_tokens), counted.num_rows, counted.context_tokens)
 
 
 def _coefficients(roofline: Roofline) -> dict[str, Any]:

@@ -101,6 +101,9 @@ class Books:
             return
         self._costs.observe_verify(plan.load, seconds["verify"])
         self._costs.observe_other(seconds["step"] - seconds["verify"] - drafting_seconds)
+        if plan.method == "ar":
+            rows, contexts = plan.load.num_rows, plan.load.context_tokens
+            self._costs.observe_plain_step(rows, contexts, seconds["step"])
 
     def enter(
         self,

@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bastion_batch.core.budget import BatchGates, Budget, DraftDepths, RowGates, best_budget
+from bastion_batch.core.budget import (
+    BatchGates,
+    Budget,
+    DraftDepths,
+    PlainProbes,
+    RowGates,
+    best_budget,
+)
 from bastion_batch.core.tree import Candidates, DraftTree, largest_trees
 from bastion_batch.engine.books import load_of_chunks
 from bastion_batch.engine.costs import DraftLoad, StepCosts
@@ -40,12 +47,17 @@ class Controller:
         self._costs = costs
         self._batch_gates = BatchGates()
         self._row_gates = RowGates()
+        self._plain_probes = PlainProbes()
         self._depths = DraftDepths(max_depth)
         self._trial: _Trial | None = None
 
     def places(self, rows: Sequence[Row]) -> list[int]:
         """Which of the rows to draft in the coming step: none for a plain one. Ask once a step."""
-        if not self._batch_gates.wants_draft(len(rows)):
+        num_rows = len(rows)
+        if not self._batch_gates.wants_draft(num_rows):
+            self._plain_probes.postpone(num_rows)
+            return []
+        if self._plain_probes.is_due(num_rows, self._batch_gates.recent_gain(num_rows)):
             return []
         return self._row_gates.wanting([row.key for row in rows])
 
@@ -82,14 +94,14 @@ class Controller:
         step_seconds = float(verify_seconds_N[budget.num_nodes]) + beside
         budget = budget._replace(tokens_per_second=budget.expected_tokens / step_seconds)
         plain_seconds = (
-            float(verify_seconds_N[0])
+            float(verify_seconds_N[0]) + other_seconds
             if chunks
-            else self._costs.plain_seconds(num_rows, sum(contexts))
+            else self._costs.plain_step_seconds(num_rows, sum(contexts))
         )
         self._trial = _Trial(
             num_rows=num_rows,
             predicted_seconds=step_seconds,
-            plain_rate=num_rows / (plain_seconds + other_seconds),
+            plain_rate=num_rows / plain_seconds,
         )
         return budget
 

@@ -30,20 +30,18 @@ class DraftLoad(NamedTuple):
         return self.num_positions + self.num_rows, self.num_rows, self.context_tokens
 
 
-class _PlainPasses:
-    """How long plain passes take, as factors of the roofline; one per power of two of the rows."""
+class _PlainSteps:
+    """How long steps without drafting take: factors of the roofline by power of two of the rows."""
 
-    RATE = 0.1
+    RATE = 0.25
 
     def __init__(self, model: LatencyModel) -> None:
         self._model = model
         self._log_factors: dict[int, float] = {}
 
-    def seconds(self, num_rows: int, context_tokens: int) -> float:
+    def seconds(self, num_rows: int, context_tokens: int) -> float | None:
         known = self._log_factors.get(num_rows.bit_length())
-        if known is None:
-            return self._model.seconds(num_rows, num_rows, context_tokens)
-        return self._base(num_rows, context_tokens) * math.exp(known)
+        return None if known is None else self._base(num_rows, context_tokens) * math.exp(known)
 
     def observe(self, num_rows: int, context_tokens: float, seconds: float) -> None:
         factor = math.log(seconds / self._base(num_rows, context_tokens))
@@ -77,15 +75,22 @@ class StepCosts:
         self.draft = draft_model
         self.call_pairs = call_pairs
         self.other_seconds = 1e-3
-        self._plain = _PlainPasses(verify_model)
+        self._plain = _PlainSteps(verify_model)
 
-    def plain_seconds(self, num_rows: int, context_tokens: int) -> float:
-        """Predicted seconds of a verification pass without nodes: what drafting is held against.
+    def plain_step_seconds(self, num_rows: int, context_tokens: int) -> float:
+        """Predicted seconds of a step without drafting: what drafting is held against.
 
-        From plain passes of about as many rows, if there were any. The model is also moved by
-        passes with trees, whose rows are uneven, and those may become all that it sees.
+        From plain steps of about as many rows, if there were any. The models are also moved by
+        drafted steps, which do more beside their passes, and those may become all that they see.
         """
-        return self._plain.seconds(num_rows, context_tokens)
+        known = self._plain.seconds(num_rows, context_tokens)
+        if known is not None:
+            return known
+        return self.verify.seconds(num_rows, num_rows, context_tokens) + self.other_seconds
+
+    def observe_plain_step(self, num_rows: int, context_tokens: float, seconds: float) -> None:
+        """Learn from a step in which nothing was drafted."""
+        self._plain.observe(num_rows, context_tokens, seconds)
 
     def load_of_trees(
         self,
@@ -105,8 +110,6 @@ class StepCosts:
     def observe_verify(self, load: PassLoad, seconds: float) -> None:
         """Learn from a verification pass without prompts."""
         self.verify.observe(load, seconds)
-        if load.num_tokens == load.num_rows:
-            self._plain.observe(load.num_rows, load.context_tokens, seconds)
 
     def draft_seconds(self, load: DraftLoad) -> float:
         """Predicted seconds of a draft pass."""

@@ -26,7 +26,7 @@ from bastion_batch.engine.step import Work, verify
 from bastion_batch.engine.target import Target
 from bastion_batch.records import Request
 
-CALIBRATION_VERSION = 4
+CALIBRATION_VERSION = 5
 """Of the grids, the fit and what is kept of them: profiles of another version are not read."""
 
 MAX_CACHE_BYTES = 1 << 30
@@ -73,8 +73,9 @@ COARSE = Grid(
         Point(*point)
         for point in (
             (1, 1, 128), (16, 1, 128), (64, 1, 128), (1, 1, 1024), (8, 8, 128), (64, 1, 1024),
-            (4, 1, 128), (64, 8, 128), (32, 1, 128), (8, 8, 1024), (128, 8, 128), (8, 1, 128),
-            (64, 8, 1024), (2, 1, 128), (16, 1, 1024), (16, 16, 128), (256, 16, 128),
+            (4, 1, 128), (64, 8, 128), (32, 1, 128), (17, 1, 128), (8, 8, 1024), (128, 8, 128),
+            (8, 1, 128), (33, 1, 128), (64, 8, 1024), (48, 1, 128), (16, 1, 1024), (16, 16, 128),
+            (9, 1, 128), (256, 16, 128), (2, 1, 128), (65, 1, 128),
         )
     ],
     verify_seconds=8.0,
