@@ -10,6 +10,7 @@ from sampling_reference import ALPHA, chi_square_p, draw
 from tiny import fixed_costs, requests, tiny_drafter, tiny_module
 
 from bastion_batch.engine import Engine
+from bastion_batch.engine.buckets import exact
 from bastion_batch.engine.drafters.fakes import MuteDrafter, RandomDrafter, ScriptedDrafter
 from bastion_batch.engine.noise import gumbel_noise
 from bastion_batch.engine.sampling import choose
@@ -69,7 +70,7 @@ def test_any_tree_and_batch_give_the_same_samples(sampling):
     wanted = requests(COUNT, **sampling)
     plain = outputs_on(CUDA, wanted, method="ar", max_batch=1)
     scripts = {r.prompt_ids: out for r, out in zip(wanted, plain, strict=True)}
-    lazily = PassLayout(draw_all=False, bucketed=False)
+    lazily = PassLayout(draw_all=False, bucket=exact)
     for drafter in (
         ScriptedDrafter(scripts, 97, depth=5),
         ScriptedDrafter(scripts, 97, depth=5, shift=40),

@@ -4,15 +4,16 @@ import pytest
 import torch
 from tiny import outputs_of, requests, tiny_engine, tiny_module
 
+from bastion_batch.engine.buckets import coarse, exact, fine
 from bastion_batch.engine.drafters.fakes import MuteDrafter, RandomDrafter, ScriptedDrafter
-from bastion_batch.engine.step import PassLayout, bucket_of
+from bastion_batch.engine.step import PassLayout
 from bastion_batch.records import Request
 
 FAMILIES = ["llama", "qwen3"]
 COUNT, SHORT = 8, 5
 """Rows, and the tokens of each where many engines are tried."""
 
-ON_A_DEVICE = PassLayout(draw_all=True, bucketed=True)
+ON_A_DEVICE = PassLayout(draw_all=True, bucket=coarse)
 """What a pass does on CUDA: one wait for all nodes, and few shapes."""
 
 
@@ -160,7 +161,7 @@ def test_unlike_rows_are_drawn_together_as_apart():
     """Greedy, penalised and sampled rows in one pass, prompts among them."""
     mixed = [requests(ROWS, 9, **p)[n] for n, p in enumerate([{}, *SAMPLED] * 2)]
     plain = outputs_of(tiny_engine(method="ar", max_batch=1), mixed)
-    for layout in (PassLayout(draw_all=False, bucketed=False), ON_A_DEVICE):
+    for layout in (PassLayout(draw_all=False, bucket=exact), ON_A_DEVICE):
         drafter = RandomDrafter(97, depth=4, num_ranks=20)
         engine = tiny_engine(drafter=drafter, method="ddtree", max_batch=6, layout=layout)
         assert outputs_of(engine, mixed) == plain
@@ -197,12 +198,23 @@ def test_ids_that_the_target_lacks_are_refused_when_they_are_queued():
 
 
 def test_buckets_are_few_and_at_most_double():
-    buckets = [bucket_of(n) for n in range(1, 600)]
+    buckets = [coarse(n) for n in range(1, 600)]
     assert sorted(set(buckets)) == [
         1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768,
     ]  # fmt: skip
     assert all(n <= bucket < 2 * n for n, bucket in enumerate(buckets, start=1))
     assert buckets == sorted(buckets)
+
+
+def test_fine_buckets_add_an_eighth_at_most():
+    buckets = [fine(n) for n in range(1, 600)]
+    assert buckets[:16] == list(range(1, 17)), "small passes are as they are"
+    assert [n for n in sorted(set(buckets)) if 16 < n <= 64] == [
+        *range(18, 33, 2),
+        *range(36, 65, 4),
+    ]
+    assert all(n <= bucket <= n * 9 / 8 for n, bucket in enumerate(buckets, start=1))
+    assert len(set(buckets)) <= 60
 
 
 def test_noise_keys_decide_the_samples():

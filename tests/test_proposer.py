@@ -140,19 +140,24 @@ def test_a_confident_drafter_that_is_always_wrong_is_found_out():
     assert sum(drafted) * 0.25 < 0.04 * 500
 
 
-def test_a_good_drafter_always_runs():
+def test_a_good_drafter_always_runs_but_for_one_probe():
     proposer, rows = proposer_of(Knowing(sure=[0])), [row_of(0)]
-    forests = [step(proposer, rows, accept=[0]) for _ in range(100)]
-    assert all(forest.drafted and forest.num_nodes >= DEPTH for forest in forests)
+    forests = [step(proposer, rows, accept=[0]) for _ in range(300)]
+    plain = [number for number, forest in enumerate(forests) if not forest.drafted]
+    assert plain == [8, 9], "what plain steps take is to be known"
+    assert all(forest.num_nodes >= DEPTH for forest in forests if forest.drafted)
 
 
 def test_hopeless_rows_are_left_out_and_get_a_bare_root():
     proposer = proposer_of(Knowing(sure=[0, 2]), Costs(draft_seconds=0.01, per_row=0.1))
     rows = [row_of(0), row_of(1), row_of(2)]
-    kept = []
+    kept, num_plain = [], 0
     for _ in range(300):
         proposal = proposer.draft(rows)
-        assert proposal is not None
+        if proposal is None:
+            num_plain += 1
+            proposer.grow(rows, None)
+            continue
         kept.append(proposal.places)
         forest = proposer.grow(rows, proposal)
         assert [len(ids) for ids in forest.token_ids] == [len(t.parents) for t in forest.trees]
@@ -164,8 +169,9 @@ def test_hopeless_rows_are_left_out_and_get_a_bare_root():
             [Verified(w, w.tree.top1_path[1:] if w.row.key != 1 else [], [9], 0)
              for w in forest.works()]
         )  # fmt: skip
+    assert num_plain <= 0.05 * 300, "probes"
     assert kept[0] == [0, 1, 2]
-    assert kept.count([0, 2]) > 250
+    assert kept.count([0, 2]) > 240
     assert [0, 1, 2] in kept[100:], "and looked at again"
 
 
@@ -175,7 +181,7 @@ def test_each_batch_size_decides_for_itself():
     many = [row_of(key) for key in range(8)]
     assert sum(step(proposer, many, accept=[0]).drafted for _ in range(300)) < 100
     alone = [step(proposer, many[:1], accept=[0]).drafted for _ in range(20)]
-    assert all(alone)
+    assert alone.count(False) == 2, "a probe"
 
 
 def test_prompts_in_the_pass_are_priced():

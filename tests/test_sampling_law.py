@@ -19,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bastion_batch.core.noise import row_key
 from bastion_batch.engine import Engine
+from bastion_batch.engine.buckets import coarse
 from bastion_batch.engine.drafters.fakes import RandomDrafter, ScriptedDrafter
 from bastion_batch.engine.sampling import Draw, argmax, choose
 from bastion_batch.engine.step import PassLayout
@@ -152,7 +153,7 @@ def test_drawing_at_every_node_at_once_changes_no_sample(module, logits_after):
         random_drafter(),
         "ddtree",
         requests_of(sampling, 500),
-        layout=PassLayout(draw_all=True, bucketed=True),
+        layout=PassLayout(draw_all=True, bucket=coarse),
     )
     assert outputs == walked(logits_after, sampling, chosen, 500)
 

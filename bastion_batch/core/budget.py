@@ -169,10 +169,13 @@ class BatchGates:
     ROW_NOISE = 0.5
     """Standard deviation of one row's gain, as a share of what it would commit plainly: 0.35 with
     a weak drafter, 0.65 with one that has two tokens accepted per step."""
+    SLOW_START = -0.5
+    """Gain of a first drafted step that tells of more than a slow start."""
 
     def __init__(self) -> None:
         self._gates: dict[int, DraftGate] = {}
         self._step = 0
+        self._last_drafted = -1
 
     def wants_draft(self, num_rows: int) -> bool:
         """Whether to run the drafter in the coming step; asked once per step."""
@@ -184,8 +187,16 @@ class BatchGates:
         return self._gate(num_rows).recent_gain
 
     def observe(self, num_rows: int, drafted_rate: float, plain_rate: float) -> None:
-        """Take note of a drafted step: its tokens per second, and those without drafting."""
-        self._gate(num_rows).observe(self._step, drafted_rate / plain_rate - 1)
+        """Take note of a drafted step: its tokens per second, and those without drafting.
+
+        The first one after plain ones finds nothing where it left it, and counts only where that
+        is no excuse.
+        """
+        resumes = self._step != self._last_drafted + 1
+        self._last_drafted = self._step
+        gain = drafted_rate / plain_rate - 1
+        if not resumes or gain < self.SLOW_START:
+            self._gate(num_rows).observe(self._step, gain)
 
     def _gate(self, num_rows: int) -> DraftGate:
         size = num_rows.bit_length()

@@ -119,7 +119,7 @@ class Engine:
         self.tokenizer = tokenizer
         self._names = names
         self._probe = probe
-        self._layout = layout or PassLayout.of(target.device)
+        self._layout = layout or PassLayout.of(target.device, target.dtype)
         self._profile_key: ProfileKey | None = None
         self._profiles: ProfileStore = DirectoryProfiles()
         self._num_added = 0

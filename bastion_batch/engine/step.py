@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bastion_batch.core.tree import DraftTree
 from bastion_batch.engine.attention import AttentionPlan, PassRow, pass_order
+from bastion_batch.engine.buckets import Bucket, bucket_for
 from bastion_batch.engine.cache import KVCache
 from bastion_batch.engine.row import Row
 from bastion_batch.engine.sampling import Draw, argmax, choose, is_plain_greedy
@@ -60,14 +61,13 @@ class PassLayout(NamedTuple):
     draw_all: bool
     """Choose at every node of sampled rows at once, and so wait for the device once, rather than
     level by level at the nodes that the walk visits."""
-    bucketed: bool
-    """Pad the pass to one of few numbers of tokens, so that its kernels can be captured once."""
+    bucket: Bucket
+    """To how many tokens the pass is padded."""
 
     @classmethod
-    def of(cls, device: torch.device) -> "PassLayout":
+    def of(cls, device: torch.device, dtype: torch.dtype) -> "PassLayout":
         """What suits a device: on a CPU there is nothing to wait for."""
-        is_apart = device.type != "cpu"
-        return cls(draw_all=is_apart, bucketed=is_apart)
+        return cls(draw_all=device.type != "cpu", bucket=bucket_for(device, dtype))
 
 
 class PassResult(NamedTuple):
@@ -75,13 +75,6 @@ class PassResult(NamedTuple):
 
     verified: list[Verified]
     taps_SF: Tensor | None
-
-
-def bucket_of(num_tokens: int) -> int:
-    """The number of tokens that a bucketed pass is padded to: 1, 2, 4, 8, 16, 24, 32, 48, 64, ..."""
-    power = 1 << (num_tokens - 1).bit_length()
-    between = power * 3 // 4
-    return between if power > 16 and num_tokens <= between else power
 
 
 def verify(
@@ -96,13 +89,13 @@ def verify(
     Requires a slot with room for its tokens in every row. Leaves the tokens' keys and values in
     scratch space; committing them is the caller's. `layout` is the device's own if None.
     """
-    layout = layout or PassLayout.of(target.device)
+    layout = layout or PassLayout.of(target.device, target.dtype)
     order = pass_order([_slot(work.row) for work in works], [w.tree is None for w in works])
     works = [works[place] for place in order]
     token_ids = np.array([token for work in works for token in work.token_ids])
     positions = np.concatenate([_positions(work) for work in works])
     num_tokens = len(token_ids)
-    num_padding = bucket_of(num_tokens) - num_tokens if layout.bucketed else 0
+    num_padding = layout.bucket(num_tokens) - num_tokens
     plan = AttentionPlan(
         cache,
         [_pass_row(work) for work in works],
@@ -118,8 +111,9 @@ def verify(
     )
     needed = _needed(works)
     hidden = out.hidden_SE
-    if len(needed) < num_tokens:
-        hidden = hidden[to_device(needed, target.device)]
+    if 0 < len(needed) < num_tokens:
+        padded = np.pad(needed, (0, layout.bucket(len(needed)) - len(needed)), mode="edge")
+        hidden = hidden[to_device(padded, target.device)]
     walkers = _walkers(works)
     if len(needed):
         logits_NV = target.logits(hidden)[: len(needed)]

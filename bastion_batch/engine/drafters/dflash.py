@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bastion_batch.core.roofline import ModelShape
 from bastion_batch.engine.attention import Attends, StorePlan, keys_values_of, pass_order
+from bastion_batch.engine.buckets import bucket_for
 from bastion_batch.engine.cache import KVCache, Slot
 from bastion_batch.engine.drafters import DraftRow, Marginals
 from bastion_batch.engine.drafters.blocks import BlockAttention
@@ -88,6 +89,7 @@ class DFlashDrafter:
         self._embedding = tensors.get("embed_tokens.weight", target.embedding)
         self._own_head = tensors.get("lm_head.weight")
         self._dtype = dtype
+        self._bucket = bucket_for(target.device, dtype)
         self._num_ranks = NUM_RANKS
         self._start(description)
 
@@ -184,6 +186,9 @@ class DFlashDrafter:
             [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
         )
         plan = StorePlan(self._cache, slots, counts)
+        num_padding = self._bucket(len(positions)) - len(positions)
+        features_SF = F.pad(features_SF, (0, 0, 0, num_padding))
+        positions = np.pad(positions, (0, num_padding))
         fused = self._stack.norm(self._fuse(features_SF), self._fuse_norm)
         at = to_device(positions, self._target.device)
         cos, sin = self._stack.rotary.at(at, int(positions.max()))

@@ -9,8 +9,10 @@ Shape letters: S slots, U draft ids, K ranks, E hidden size.
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from bastion_batch.engine.buckets import bucket_for
 from bastion_batch.engine.drafters.description import DrafterDescription
 from bastion_batch.engine.drafters.ranking import best_tokens
 from bastion_batch.engine.linear import Linear
@@ -57,6 +59,7 @@ class DraftHead:
         ids_U = description.target_ids_U
         self._target_ids_U = None if ids_U is None else to_device(ids_U, target.device)
         self._num_ids = target.ids.vocab_size
+        self._bucket = bucket_for(target.device, target.dtype)
         self._scored = None if own is None else self._part(own)
 
     @property
@@ -89,7 +92,10 @@ class DraftHead:
         """The best ids of every slot; never the mask token."""
         scored = self._scored
         mask_row = self._mask_token_id if scored is None else scored.mask_row
-        log_probs, rows = best_tokens(self.logits(hidden_SE), num_ranks, mask_row)
+        num_slots = len(hidden_SE)
+        padded_SE = F.pad(hidden_SE, (0, 0, 0, self._bucket(num_slots) - num_slots))
+        logits_SU = self.logits(padded_SE)[:num_slots]
+        log_probs, rows = best_tokens(logits_SU, num_ranks, mask_row)
         draft_ids = rows if scored is None or scored.draft_ids is None else scored.draft_ids[rows]
         ids_U = self._target_ids_U
         return BestIds(log_probs, draft_ids, draft_ids if ids_U is None else ids_U[draft_ids])
