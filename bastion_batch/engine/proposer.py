@@ -277,14 +277,14 @@ class Proposer:
         return Ranking(self.acceptance, groups)
 
     def learn(self, verified: Sequence[Verified]) -> None:
-        """Take in which nodes were accepted, of those whose parent was."""
-        if self._drafter is None:
+        """Take in which nodes were accepted, of those whose parent was. Plain steps tell nothing."""
+        trees = [(one, one.work.tree) for one in verified if one.work.tree is not None]
+        self._num_tokens = sum(len(one.token_ids) for one, _ in trees)
+        if self._drafter is None or not any(tree.num_nodes for _, tree in trees):
             return
-        self._num_tokens = sum(len(one.token_ids) for one in verified if one.work.tree is not None)
         self._learn_vocabulary(self._drafter, verified)
         if self._method != "bastion":
             return
-        trees = [(one, one.work.tree) for one in verified if one.work.tree is not None]
         outcomes = outcomes_of(
             [tree for _, tree in trees],
             [one.path for one, _ in trees],
