@@ -79,13 +79,10 @@ class RowAttention:
         self._word = _WORDS[kv_cache.dtype]
         self._entries = _words(kv_cache.entries_of(rows[0].slot), self._word)
         units_R = np.bincount(units_U[:, 0])
+        first_places_R = places_R * num_q_heads
         fields = (
-            first_R,
-            sizes_R,
-            entries_R,
-            contexts_R,
-            masks_R,
-            places_R * num_q_heads,
+            *(first_R, sizes_R, entries_R, contexts_R, masks_R),
+            first_places_R,
             parts_R,
             units_R,
         )
@@ -169,25 +166,16 @@ def _divided(
     keys_P, size_P = (sizes_R + contexts_R)[row_P], sizes_R[row_P]
     first_key_P, last_key_P = (keys_P * (part_P + i) // parts_R[row_P] for i in (0, 1))
     heads = np.linspace(0, num_kv_heads, head_cuts + 1).astype(np.int64)
-    units_U = np.concatenate(
-        [
-            np.stack(
-                [
-                    row_P,
-                    part_P,
-                    first_key_P,
-                    last_key_P,
-                    np.full(num_parts, first),
-                    np.full(num_parts, last),
-                    size_P * cut // token_cuts,
-                    size_P * (cut + 1) // token_cuts,
-                ],
-                1,
-            )
-            for first, last in pairwise(heads)
-            for cut in range(token_cuts)
-        ]
-    )
+    units = [
+        (
+            *(row_P, part_P, first_key_P, last_key_P),
+            *(np.full(num_parts, first), np.full(num_parts, last)),
+            *(size_P * cut // token_cuts, size_P * (cut + 1) // token_cuts),
+        )
+        for first, last in pairwise(heads)
+        for cut in range(token_cuts)
+    ]
+    units_U = np.concatenate([np.stack(columns, 1) for columns in units])
     costs_U = (units_U[:, 3] - units_U[:, 2]) * (units_U[:, 7] - units_U[:, 6])
     order = np.argsort(-costs_U, kind="stable")
     return units_U[order[costs_U[order] > 0]].astype(np.int64)

@@ -245,8 +245,8 @@ def _work_off(job, like):  # noqa: ANN001, ANN202
             return
         unit, row = units_U[u], rows_R[units_U[u, 0]]
         _attend_unit(heads_SHD, entries_ED, row, unit, visible_V, num_q_heads, sums_PD, softmax_P2)
-        done = take_next(job[19] + 8 * unit[0])
-        if done + 1 == row[7]:
+        num_done, num_units = take_next(job[19] + 8 * unit[0]) + 1, row[7]
+        if num_done == num_units:
             _put_together(row, sums_PD, softmax_P2, like, out_SHD)
 
 

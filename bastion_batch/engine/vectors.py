@@ -162,8 +162,8 @@ def _load(builder: Any, kind: ir.Type, address: Any) -> Any:  # noqa: ANN401
 
 def _add_product(builder: Any, place: Any, left: Any, right: Any) -> None:  # noqa: ANN401
     kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_LANES}f32")
-    builder.store(builder.call(fma, [left, right, builder.load(place)]), place)
+    add_product = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{_LANES}f32")
+    builder.store(builder.call(add_product, [left, right, builder.load(place)]), place)
 
 
 def _everywhere(builder: Any, number: Any) -> Any:  # noqa: ANN401
