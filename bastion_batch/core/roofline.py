@@ -7,8 +7,9 @@ after the other, each at its own efficiency, so their times add. With attention 
 (as in BASTION, arXiv 2605.29727) no fit follows both short and long contexts on a CPU, where
 attention reaches a far smaller share of the peak than matrix products do.
 
-The coefficients are fitted to timings of the very pass that verifies, by `core.fitting`. What no
-roofline has, stairs and costs per row, is `core.correction`'s.
+The coefficients are fitted to timings of the very pass that verifies, by `core.fitting`. Passes
+are counted in stairs (`core.stairs`) before they come here; what no roofline has, such as costs per
+row, is `core.correction`'s.
 """
 
 import math

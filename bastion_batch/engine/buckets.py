@@ -32,7 +32,10 @@ def fine(num_tokens: int) -> int:
 
 
 def bucket_for(device: torch.device, dtype: torch.dtype) -> Bucket:
-    """What suits a device."""
-    if device.type != "cpu":
-        return coarse
-    return fine if dtype == torch.bfloat16 else exact
+    """What suits a whole pass."""
+    return product_bucket_for(device, dtype) if device.type == "cpu" else coarse
+
+
+def product_bucket_for(device: torch.device, dtype: torch.dtype) -> Bucket:
+    """What suits matrix products that are never captured."""
+    return fine if device.type == "cpu" and dtype == torch.bfloat16 else exact

@@ -26,9 +26,7 @@ _PARTS = 2
 """Vectors of values that are computed together."""
 STEP = _PARTS * _LANES
 """Values that are computed together: a head's size is a multiple of it."""
-_FLOAT, _INT, _LONG, _BYTES = (
-    ir.FloatType(), ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
-)  # fmt: skip
+_FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INT, _LANES)
 
 

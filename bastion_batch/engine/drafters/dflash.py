@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bastion_batch.core.roofline import ModelShape
 from bastion_batch.engine.attention import Attends, StorePlan, keys_values_of, pass_order
-from bastion_batch.engine.buckets import bucket_for
+from bastion_batch.engine.buckets import product_bucket_for
 from bastion_batch.engine.cache import KVCache, Slot
 from bastion_batch.engine.drafters import DraftRow, Marginals
 from bastion_batch.engine.drafters.blocks import BlockAttention
@@ -89,7 +89,7 @@ class DFlashDrafter:
         self._embedding = tensors.get("embed_tokens.weight", target.embedding)
         self._own_head = tensors.get("lm_head.weight")
         self._dtype = dtype
-        self._bucket = bucket_for(target.device, dtype)
+        self._bucket = product_bucket_for(target.device, dtype)
         self._num_ranks = NUM_RANKS
         self._start(description)
 

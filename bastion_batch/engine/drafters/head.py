@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bastion_batch.engine.buckets import bucket_for
+from bastion_batch.engine.buckets import product_bucket_for
 from bastion_batch.engine.drafters.description import DrafterDescription
 from bastion_batch.engine.drafters.ranking import best_tokens
 from bastion_batch.engine.linear import Linear
@@ -59,7 +59,7 @@ class DraftHead:
         ids_U = description.target_ids_U
         self._target_ids_U = None if ids_U is None else to_device(ids_U, target.device)
         self._num_ids = target.ids.vocab_size
-        self._bucket = bucket_for(target.device, target.dtype)
+        self._bucket = product_bucket_for(target.device, target.dtype)
         self._scored = None if own is None else self._part(own)
 
     @property
