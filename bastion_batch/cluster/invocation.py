@@ -22,7 +22,7 @@ from bastion_batch.cluster.notices import Notices, StopFile, notice_sources
 from bastion_batch.cluster.placement import Placement, Slot
 from bastion_batch.cluster.pools import Node, Pool, pools_of
 from bastion_batch.cluster.restarts import Restarts
-from bastion_batch.cluster.signals import StopSignals, drain_seconds
+from bastion_batch.cluster.signals import HANG_SECONDS, StopSignals, drain_seconds
 from bastion_batch.cluster.supervisor import Supervisor, Watches
 from bastion_batch.cluster.worker import WorkerSpec
 from bastion_batch.cluster.worker_states import worker_states
@@ -80,8 +80,13 @@ class Invocation:
         """Decode and commit every unit that is not yet committed."""
         self._save("running")
         status = "failed"
+        patience = drain_seconds(os.environ) + HANG_SECONDS
+        interrupted = partial(self._save, "interrupted")
         try:
-            with connected(self._num_cpus(), self._name) as own_ray:
+            with (
+                self._driver.signals.end_within(patience, interrupted),
+                connected(self._num_cpus(), self._name) as own_ray,
+            ):
                 self._driver.signals.rearm()
                 self._supervise(own_ray)
             status = "finished"

@@ -4,13 +4,16 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 DRAIN_SECONDS = 20.0
 """Clusters give 30 s before they kill; an orderly end rarely takes more than three."""
 RAY_STOP_SECONDS = 3.0
 """What `ray job stop` gives, unless it is told otherwise."""
+HANG_SECONDS = 10.0
+"""What an orderly end may take beyond its drain, before something it waits for must be dead."""
 _RAY_STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"
 _RAY_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
@@ -57,6 +60,21 @@ class StopSignals:
         self.deferred = False
         self.say = say
         self._previous: dict[int, object] = {}
+        self._limit: tuple[float, Callable[[], None]] | None = None
+
+    @contextmanager
+    def end_within(self, seconds: float, at_last: Callable[[], None]) -> Generator[None]:
+        """Once a signal has come, be out of this block in so many seconds.
+
+        Otherwise `at_last` is called and the process ends with the signal's exit code. A signal
+        often goes to all processes of a machine or a group, Ray's too, and a call into a Ray that
+        is dead may last a minute and then end the process with a code of its own.
+        """
+        self._limit = seconds, at_last
+        try:
+            yield
+        finally:
+            self._limit = None
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
@@ -82,6 +100,19 @@ class StopSignals:
         if self.received is not None:
             os._exit(128 + signum)
         self.received = signum
+        if self._limit is not None:
+            self._end_late(signum, *self._limit)
         if not self.deferred:
             raise interruption(signum)
         self.say("stopping; once more ends at once")
+
+    def _end_late(self, signum: int, seconds: float, at_last: Callable[[], None]) -> None:
+        def end() -> None:
+            if self._limit is not None:
+                self.say(f"the end took longer than {seconds:.0f} s; ending without it")
+                at_last()
+                os._exit(128 + signum)
+
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
