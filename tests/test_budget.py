@@ -99,6 +99,27 @@ def test_the_first_500_steps_are_not_spoilt_either(gain):
     assert num_drafted * (1 / (1 + gain) - 1) < 0.05 * 500
 
 
+@pytest.mark.parametrize("gain", [-0.3, -0.45, -0.8])
+def test_a_wait_is_as_long_as_what_the_trial_lost_is_worth(gain):
+    gates, lost, waited = BatchGates(), 0.0, 1
+    while gates.wants_draft(1):
+        gates.observe(1, 1 + gain, 1.0)
+        lost += 1 / (1 + gain) - 1
+    while not gates.wants_draft(1):
+        waited += 1
+    assert waited >= min(lost / 0.02, MAX_WAIT)
+
+
+def test_a_size_that_never_has_two_drafted_steps_in_a_row_is_judged_all_the_same():
+    gates, drafted = BatchGates(), 0
+    for _ in range(200):
+        if gates.wants_draft(8):
+            drafted += 1
+            gates.observe(8, 0.7, 1.0)
+        gates.wants_draft(2)  # a step that another reason makes plain
+    assert drafted < 10
+
+
 @pytest.mark.parametrize("gain", [0.0, 0.02, 0.5])
 def test_a_drafter_that_does_not_lose_always_runs(gain):
     assert Batch().run(1_000, gain) == 1_000

@@ -45,9 +45,10 @@ class DraftGate:
 
     While it may pay it is done. When the mean gain of recent drafted steps is below zero by more
     than its own uncertainty, the next `wait` steps go without, then a trial begins anew; `wait`
-    doubles from trial to trial, so that trials cost a vanishing share of the time, and starts over
-    once the mean gain is above zero by as much. Between the two bounds nothing changes: near
-    break-even the decision does not flap.
+    doubles from trial to trial, and is never so short that what the trial lost was more than
+    `MAX_LOSS` of it, so that trials cost a vanishing share of the time. It starts over once the
+    mean gain is above zero by as much. Between the two bounds nothing changes: near break-even the
+    decision does not flap.
 
     Args:
         noise: standard deviation of the gain of one step, until it has been seen.
@@ -55,6 +56,8 @@ class DraftGate:
     """
 
     MIN_WAIT = 8
+    MAX_LOSS = 0.02
+    """Plain steps that a trial may have lost, of those that follow it."""
     LONG_TRIAL = 4
     PATIENCE = 1.5
     """In a shorter trial the mean must be below zero by so many times its uncertainty."""
@@ -72,6 +75,7 @@ class DraftGate:
         self._max_wait = max_wait
         self._wait = self.MIN_WAIT
         self._resume_at = 0
+        self._lost = 0.0
         self._means = [0.0 for _ in self.HORIZONS]
         self._num_observed = 0
         self._last_gain: float | None = None
@@ -85,8 +89,12 @@ class DraftGate:
         """Whether to draft in this step; steps are counted by the caller."""
         return step >= self._resume_at
 
+    def lose(self, plain_steps: float) -> None:
+        """Take note of what a drafted step lost or, below zero, won, in the time of plain ones."""
+        self._lost += plain_steps
+
     def observe(self, step: int, gain: float) -> None:
-        """Take note of a drafted step.
+        """Take note of a drafted step's gain.
 
         Args:
             step: its number.
@@ -101,9 +109,10 @@ class DraftGate:
         pairs = list(zip(self._means, doubts, strict=True))
         patience = 1.0 if self._num_observed >= self.LONG_TRIAL else self.PATIENCE
         if any(mean < -patience * doubt for mean, doubt in pairs):
-            self._resume_at = step + 1 + self._wait
-            self._wait = min(2 * self._wait, self._max_wait)
-            self._num_observed = 0
+            wait = min(max(self._wait, math.ceil(self._lost / self.MAX_LOSS)), self._max_wait)
+            self._resume_at = step + 1 + wait
+            self._wait = min(2 * wait, self._max_wait)
+            self._num_observed, self._lost = 0, 0.0
         elif all(mean > doubt for mean, doubt in pairs):
             self._wait = self.MIN_WAIT
 
@@ -176,6 +185,7 @@ class BatchGates:
         self._gates: dict[int, DraftGate] = {}
         self._step = 0
         self._last_drafted = -1
+        self._unjudged: int | None = None
 
     def wants_draft(self, num_rows: int) -> bool:
         """Whether to run the drafter in the coming step; asked once per step."""
@@ -190,13 +200,16 @@ class BatchGates:
         """Take note of a drafted step: its tokens per second, and those without drafting.
 
         The first one after plain ones finds nothing where it left it, and counts only where that
-        is no excuse.
+        is no excuse, or where every one is a first one.
         """
-        resumes = self._step != self._last_drafted + 1
+        size = num_rows.bit_length()
+        resumes = self._step != self._last_drafted + 1 and size != self._unjudged
         self._last_drafted = self._step
-        gain = drafted_rate / plain_rate - 1
-        if not resumes or gain < self.SLOW_START:
-            self._gate(num_rows).observe(self._step, gain)
+        gate, gain = self._gate(num_rows), drafted_rate / plain_rate - 1
+        gate.lose(plain_rate / drafted_rate - 1)
+        self._unjudged = size if resumes and gain >= self.SLOW_START else None
+        if self._unjudged is None:
+            gate.observe(self._step, gain)
 
     def _gate(self, num_rows: int) -> DraftGate:
         size = num_rows.bit_length()
