@@ -17,6 +17,7 @@ from bastion_batch.bench.drafter import _Answer
 from bastion_batch.bench.drafter import report as report_of
 from bastion_batch.bench.envelope import Acceptance
 from bastion_batch.bench.peers import engine_arm, measure_peers, transformers_arm
+from bastion_batch.bench.prediction import measure_prediction
 from bastion_batch.bench.ratios import Share, paired_ratio
 from bastion_batch.bench.run import run_bench, run_record, table
 from bastion_batch.bench.setup import Bench, BenchConfig
@@ -290,6 +291,13 @@ def test_the_checks_report_what_they_ask(setting):
         assert report["num_steps"] > 0
         assert 0 < report["outside_passes_share"] < 1
         assert report["largest_gap_of_stages"] < 0.02
+    prediction = measure_prediction(bench, 2, silent, contexts=(40, 90), counted_steps=10)
+    contexts = prediction["prediction"]["contexts"]
+    assert list(contexts) == ["40", "90"]
+    for part in contexts.values():
+        assert part["num_steps"] >= 8
+        assert 0 <= part["median_error"] <= part["ninth_decile_error"]
+        assert part["verify_seconds"] > 0
     flatness = measure_flatness(bench, 2, silent, early=20, late=150, window=10)["flatness"]
     assert flatness["added_kv_bytes"] == 130 * 2 * 2 * 2 * 2 * 8 * 4, "rows, layers, k and v, heads"
     assert flatness["allowed_added_seconds"] > 0

@@ -1,6 +1,7 @@
 """What was possible: a recording replayed by every policy under the measured cost of steps."""
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,13 +87,10 @@ def replay_all(
 
 def _replay_batch(recording: Recording, costs: MeasuredCosts, progress: Progress) -> dict[str, Any]:
     size = costs.batch_size
-    if len(recording.texts) < size:
-        raise InputError(
-            f"batch {size} needs as many texts; the recording has {len(recording.texts)}"
-        )
+    texts = recording.texts * math.ceil(size / len(recording.texts))  # as live: over and over
     results: dict[str, Replayed] = {}
     for name, policy in _policies(recording, costs):
-        steps = replay(recording.texts, policy, size, recording.end_ids, recording.group)
+        steps = replay(texts, policy, size, recording.end_ids, recording.group)
         results[name] = summarise(steps, costs.curve, size)
         progress(f"batch {size}, {name}: {results[name].over_plain:.3f} x plain")
     best = max(results, key=lambda name: results[name].over_plain)

@@ -11,6 +11,7 @@ from bastion_batch.bench.drafter import drafter_lines, measure_drafter
 from bastion_batch.bench.envelope import measure_methods
 from bastion_batch.bench.peers import measure_peers
 from bastion_batch.bench.picture import draw, require_matplotlib
+from bastion_batch.bench.prediction import measure_prediction
 from bastion_batch.bench.setup import Bench, BenchConfig
 from bastion_batch.engine.drafters import Drafter
 from bastion_batch.errors import InputError
@@ -24,6 +25,7 @@ MEASURES: dict[str, Callable[[Bench, int, Progress], dict[str, Any]]] = {
     "flatness": measure_flatness,
     "peers": measure_peers,
     "drafter": measure_drafter,
+    "prediction": measure_prediction,
 }
 
 UNTIMED = frozenset({"drafter"})
@@ -107,7 +109,7 @@ def table(report: dict[str, Any]) -> str:
             lines += _peer_lines(kind, workload)
         if "drafter" in part:
             lines += drafter_lines(part["drafter"])
-        for check in ("overhead", "flatness", "useless"):
+        for check in ("overhead", "flatness", "useless", "prediction"):
             if check in part:
                 lines.append(json.dumps(part[check], indent=1))
     setting = report["setting"]

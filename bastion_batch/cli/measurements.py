@@ -20,7 +20,10 @@ _Prompts = Annotated[
 ]
 _NumPrompts = Annotated[int, typer.Option(help="The first ones of the file.", min=1)]
 _Measure = Annotated[
-    str, typer.Option(help="methods, useless, overhead, flatness, peers, balance or drafter.")
+    str,
+    typer.Option(
+        help="methods, useless, overhead, flatness, prediction, peers, balance or drafter."
+    ),
 ]
 _Methods = Annotated[str, typer.Option(help="Of ar, dflash, ddtree and bastion, comma-separated.")]
 _Batch = Annotated[str, typer.Option(help="Rows decoded together: one number or several.")]

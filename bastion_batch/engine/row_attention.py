@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bastion_batch.engine.cache import KVCache, Slot
-from bastion_batch.engine.row_loops import JOB_FIELDS, attend, work_address
+from bastion_batch.engine.row_loops import attend, new_job, work_address
 from bastion_batch.engine.team import torchs_team
 from bastion_batch.engine.vectors import STEP
 
@@ -72,64 +72,58 @@ class RowAttention:
         masks_R = np.cumsum(sizes_R**2) - sizes_R**2
         parts_R = _num_parts(sizes_R + contexts_R)
         places_R = np.cumsum(sizes_R * parts_R) - sizes_R * parts_R
-        self._team = torchs_team()
+        self._team, self._work = torchs_team(), work_address()
         units_U = _divided(
             sizes_R, contexts_R, parts_R, kv_cache.num_kv_heads, self._team.num_threads
         )
-        self._word = _WORDS[kv_cache.dtype]
-        self._entries = _words(kv_cache.entries_of(rows[0].slot), self._word)
         units_R = np.bincount(units_U[:, 0])
-        first_places_R = places_R * num_q_heads
-        fields = (
-            *(first_R, sizes_R, entries_R, contexts_R, masks_R),
-            first_places_R,
-            parts_R,
-            units_R,
-        )
-        self._rows_R = np.stack(fields, 1)
-        self._visible = np.concatenate([row.visible.ravel() for row in rows]).view(np.uint8)
-        self._units_U = units_U
+        fields = (first_R, sizes_R, entries_R, contexts_R, masks_R)
+        rows_R = np.stack((*fields, places_R * num_q_heads, parts_R, units_R), 1)
+        visible_V = np.concatenate([row.visible.ravel() for row in rows]).view(np.uint8)
         num_places = int((sizes_R * parts_R).sum()) * num_q_heads
-        self._sums = np.empty((num_places, kv_cache.head_dim), np.float32)
-        self._softmax = np.empty((num_places, 2), np.float32)
-        self._done_R = np.empty(len(rows), np.int64)
-        self._job = np.empty(JOB_FIELDS, np.int64)
+        sums = np.empty((num_places, kv_cache.head_dim), np.float32)
+        softmax = np.empty((num_places, 2), np.float32)
+        done_R = np.empty(len(rows), np.int64)
+        self._arrays = (rows_R, visible_V, units_U, sums, softmax, done_R)
+        self._entries = kv_cache.entries_of(rows[0].slot)
+        assert self._entries.is_contiguous()
+        self._job = new_job(
+            *self._arrays,
+            num_q_heads=num_q_heads,
+            num_kv_heads=kv_cache.num_kv_heads,
+            num_entries=self._entries.shape[1],
+            word_bytes=kv_cache.dtype.itemsize,
+        )
+        self._like = _WORDS[kv_cache.dtype]
+        self._layer_bytes = self._entries.stride(0) * kv_cache.dtype.itemsize
+        self._first_layer = self._entries.data_ptr()
 
     def attend(self, layer: int, heads_SHD: Tensor, out_SHD: Tensor) -> None:
         """Store the rows' keys and values, then attend.
 
         Args:
             layer: of the cache.
-            heads_SHD: queries, keys and values of the pass's tokens, `[S, H + 2 G, D]`.
-            out_SHD: takes the rows' outputs, `[S, H, D]`.
+            heads_SHD: queries, keys and values of the pass's tokens, `[S, H + 2 G, D]`, contiguous.
+            out_SHD: takes the rows' outputs, `[S, H, D]`, contiguous.
         """
+        assert heads_SHD.is_contiguous() and out_SHD.is_contiguous()  # noqa: PT018
         attend(
-            _words(heads_SHD, self._word),
-            self._entries,
-            layer,
-            self._rows_R,
-            self._visible,
-            self._units_U,
-            _words(out_SHD, self._word),
-            self._sums,
-            self._softmax,
-            self._done_R,
             self._job,
+            self._like,
+            heads_SHD.data_ptr(),
+            len(heads_SHD),
+            self._first_layer + layer * self._layer_bytes,
+            out_SHD.data_ptr(),
             *self._team,
-            work_address(),
+            self._work,
         )
 
 
-_WORDS: dict[torch.dtype, torch.dtype] = {
-    torch.bfloat16: torch.uint16,  # numpy has no bfloat16: its bits
-    torch.float32: torch.float32,
+_WORDS: dict[torch.dtype, np.generic] = {
+    torch.bfloat16: np.uint16(0),  # numpy has no bfloat16: its bits
+    torch.float32: np.float32(0),
 }
-
-
-def _words(tensor: Tensor, word: torch.dtype) -> NDArray[np.generic]:
-    """A contiguous tensor's memory."""
-    assert tensor.is_contiguous()
-    return tensor.view(word).numpy()
+"""A number of what the loops see of each."""
 
 
 def _num_parts(num_keys_R: NDArray[np.integer]) -> NDArray[np.integer]:

@@ -14,6 +14,7 @@ from functools import cache
 
 import numpy as np
 from numba import carray, types
+from numpy.typing import NDArray
 
 from bastion_batch.core.compiled import compiled, compiled_address
 from bastion_batch.engine.floats import float_of_bits, narrow, widen
@@ -25,7 +26,7 @@ _AHEAD = 8
 """How many keys ahead memory is fetched: a processor does not do it beyond a page."""
 _MAX_LANES = 32
 _ROW_FIELDS = _UNIT_FIELDS = 8
-JOB_FIELDS = 20
+_JOB_FIELDS = 20
 
 
 @compiled(inline="always", fastmath=_FAST)
@@ -116,11 +117,10 @@ def _scores(q_QD, entries_ED, line, step, num_heads, num_keys, scores_QK):  # no
     key = entries_ED.ctypes.data + line * line_bytes
     queries, query_bytes = q_QD.ctypes.data, 4 * size_D
     scores, score_bytes = scores_QK.ctypes.data, 4 * num_keys
-    ahead, to_value = _AHEAD * step * line_bytes, step * line_bytes // 2
+    ahead = _AHEAD * step * line_bytes
     for k in range(num_keys):
         for place in range(key + ahead, key + ahead + num_heads * line_bytes, 64):
             prefetch(place)
-            prefetch(place + to_value)
         for head in range(num_heads):
             for q in range(head * each, (head + 1) * each, NUM_QUERIES):
                 score_four(
@@ -143,11 +143,13 @@ def _weighted_values(weights_QK, entries_ED, line, step, num_heads, num_keys, su
     line_bytes = size_D * entries_ED.itemsize
     value = entries_ED.ctypes.data + line * line_bytes
     for q in range(0, num_heads * each, NUM_QUERIES):
+        is_first = q % each == 0  # the others find what it fetched
         add_weighted_four(
             weights_QK.ctypes.data + 4 * num_keys * q,
             4 * num_keys,
             value + q // each * line_bytes,
             step * line_bytes,
+            _AHEAD * step * line_bytes if is_first else 0,
             num_keys,
             sums_QD.ctypes.data + 4 * size_D * q,
             size_D,
@@ -252,7 +254,7 @@ def _work_off(job, like):  # noqa: ANN001, ANN202
 
 def _work(job):  # noqa: ANN001, ANN202
     """What every thread of the team does, given the address of the job."""
-    job = carray(pointer_to(job, job), (JOB_FIELDS,))
+    job = carray(pointer_to(job, job), (_JOB_FIELDS,))
     if job[1] == 2:
         _work_off(job, np.uint16(0))
     else:
@@ -279,30 +281,63 @@ def work_address() -> int:
     return compiled_address(types.void(types.int64), _work)
 
 
-@compiled()
-def attend(
-    heads_SHD, entries_LNKGD, layer, rows_R, visible, units_U, out_SHD,  # noqa: ANN001
-    sums_PD, softmax_P2, done_R, job, num_threads, starter, work,  # noqa: ANN001
-) -> None:  # fmt: skip
-    """Store the rows' keys and values, then have the team work off the units.
+def new_job(
+    rows_R: NDArray[np.int64],
+    visible_V: NDArray[np.uint8],
+    units_U: NDArray[np.int64],
+    sums_PD: NDArray[np.float32],
+    softmax_P2: NDArray[np.float32],
+    done_R: NDArray[np.int64],
+    *,
+    num_q_heads: int,
+    num_kv_heads: int,
+    num_entries: int,
+    word_bytes: int,
+) -> NDArray[np.int64]:
+    """The job of every layer of a pass; where a layer's own numbers lie, `attend` adds.
 
-    All arrays are the caller's, `job` of `JOB_FIELDS` as well: the threads see addresses only, so an
-    array made here would be given back as soon as its address had been taken.
+    It holds addresses only: whoever keeps it keeps the arrays.
     """
-    entries = entries_LNKGD[layer]
-    num_q_heads = out_SHD.shape[1]
-    _store(heads_SHD, entries, rows_R, num_q_heads)
-    job[0], job[1] = 0, entries.itemsize
-    job[2], job[3], job[4], job[5] = heads_SHD.ctypes.data, *heads_SHD.shape
-    job[6], job[7] = entries.ctypes.data, entries.size // entries.shape[3]
+    job = np.zeros(_JOB_FIELDS, np.int64)
+    job[1] = word_bytes
+    job[4], job[5] = num_q_heads + 2 * num_kv_heads, sums_PD.shape[1]
+    job[7] = num_entries * 2 * num_kv_heads
     job[8], job[9] = rows_R.ctypes.data, len(rows_R)
-    job[10], job[11] = visible.ctypes.data, len(visible)
+    job[10], job[11] = visible_V.ctypes.data, len(visible_V)
     job[12], job[13] = units_U.ctypes.data, len(units_U)
-    job[14], job[15] = out_SHD.ctypes.data, num_q_heads
+    job[15] = num_q_heads
     job[16], job[17], job[18] = sums_PD.ctypes.data, len(sums_PD), softmax_P2.ctypes.data
     job[19] = done_R.ctypes.data
-    done_R[:] = 0
+    return job
+
+
+@compiled()
+def attend(job, like, heads, num_tokens, entries, out, num_threads, starter, work):  # noqa: ANN001, ANN201
+    """Store the rows' keys and values, then have the team work off the units.
+
+    Addresses and sizes instead of arrays: checking a dozen of them at every layer's call would take
+    longer than a small layer does.
+
+    Args:
+        job: of `new_job`.
+        like: a number of the kind that is stored.
+        heads: address of the queries, keys and values of the pass's tokens.
+        num_tokens: of the pass.
+        entries: address of the cache's entries of the layer.
+        out: address of the outputs.
+        num_threads: of the team, with its `starter`.
+        starter: see there.
+        work: `work_address()`.
+    """
+    num_heads, size_D, num_q_heads = job[4], job[5], job[15]
+    num_kv_heads = (num_heads - num_q_heads) // 2
+    heads_SHD = _array(heads, (num_tokens, num_heads, size_D), like)
+    shape = (job[7] // (2 * num_kv_heads), 2, num_kv_heads, size_D)
+    rows_R = _array(job[8], (job[9], _ROW_FIELDS), job[9])
+    _store(heads_SHD, _array(entries, shape, like), rows_R, num_q_heads)
+    _array(job[19], (job[9],), job[9])[:] = 0
+    job[0], job[2], job[3], job[6], job[14] = 0, heads, num_tokens, entries, out
     if num_threads > 1:
         run_by_team(starter, work, job.ctypes.data, num_threads)
     else:
-        _work_off(job, heads_SHD[0, 0, 0])
+        _work_off(job, like)

@@ -8,7 +8,7 @@ Where it cannot be found, the calling thread does all the work.
 import ctypes
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
@@ -94,13 +94,18 @@ def prefetch(_context, address):  # noqa: ANN001, ANN201
     _require_integers(address)
 
     def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
-        kind = ir.FunctionType(ir.VoidType(), [_BYTES, _INT, _INT, _INT])
-        function = builder.module.declare_intrinsic("llvm.prefetch", [_BYTES], kind)
-        to_read, soon, data = _INT(0), _INT(3), _INT(1)
-        builder.call(function, [builder.inttoptr(args[0], _BYTES), to_read, soon, data])
+        fetch(builder, args[0])
         return args[0]
 
     return types.int64(types.int64), generate
+
+
+def fetch(builder: Any, address: Any) -> None:  # noqa: ANN401 - of llvmlite
+    """Build what `prefetch` does."""
+    kind = ir.FunctionType(ir.VoidType(), [_BYTES, _INT, _INT, _INT])
+    function = builder.module.declare_intrinsic("llvm.prefetch", [_BYTES], kind)
+    to_read, soon, data = _INT(0), _INT(3), _INT(1)
+    builder.call(function, [builder.inttoptr(address, _BYTES), to_read, soon, data])
 
 
 @instruction

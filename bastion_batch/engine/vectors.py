@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.core.errors import TypingError
 
 from bastion_batch.core.compiled import instruction
+from bastion_batch.engine.team import fetch
 
 NUM_QUERIES = 4
 """At a time; their arrays are padded to a multiple of it."""
@@ -77,17 +78,17 @@ def score_four(_context, queries, query_bytes, key, size_d, scores, score_bytes,
 
 @instruction
 def add_weighted_four(  # noqa: ANN201
-    _context, weights, weight_bytes, value, value_bytes, num_values, sums, size_d, like  # noqa: ANN001
+    _context, weights, weight_bytes, value, value_bytes, ahead, num_values, sums, size_d, like  # noqa: ANN001
 ):  # fmt: skip
     """Weighted sums of `num_values` values, `value_bytes` apart, for four queries.
 
     The weights of a query lie side by side, those of the next `weight_bytes` further; the sums of
-    the queries follow each other.
+    the queries follow each other. With each value, what lies `ahead` bytes further is fetched.
     """
     layout = _Layout.of(like)
 
     def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
-        weights, weight_bytes, value, value_bytes, num_values, sums, size_d, _ = args
+        weights, weight_bytes, value, value_bytes, ahead, num_values, sums, size_d, _ = args
         sums_QP = [[_zeroed(builder) for _ in range(_PARTS)] for _ in range(NUM_QUERIES)]
         with cgutils.for_range(builder, builder.udiv(size_d, _LONG(STEP))) as step:
             for sums_P in sums_QP:
@@ -96,6 +97,7 @@ def add_weighted_four(  # noqa: ANN201
             with cgutils.for_range(builder, num_values) as loop:
                 at = builder.add(value, builder.mul(loop.index, value_bytes))
                 parts = layout.values(builder, at, step.index)
+                layout.fetch(builder, builder.add(at, ahead), step.index)
                 weight_at = builder.add(weights, builder.mul(loop.index, _LONG(4)))
                 for q, sums_P in enumerate(sums_QP):
                     at = builder.add(weight_at, builder.mul(weight_bytes, _LONG(q)))
@@ -110,7 +112,7 @@ def add_weighted_four(  # noqa: ANN201
                     builder.store(builder.load(total), pointer, align=4)
         return value
 
-    return types.int64(*[types.int64] * 7, like), generate
+    return types.int64(*[types.int64] * 8, like), generate
 
 
 class _Layout(NamedTuple):
@@ -137,6 +139,13 @@ class _Layout(NamedTuple):
         even = builder.shl(words, ir.Constant(_INTS, [16] * _LANES))
         odd = builder.and_(words, ir.Constant(_INTS, [-0x10000] * _LANES))
         return [builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)]
+
+    def fetch(self, builder: Any, first: Any, step: Any) -> None:  # noqa: ANN401
+        """Have the lines of a step of what is stored from address `first` brought near."""
+        num_lines = 1 if self.is_narrow else _PARTS
+        at = builder.add(first, builder.mul(step, _LONG(num_lines * _VECTOR_BYTES)))
+        for line in range(num_lines):
+            fetch(builder, builder.add(at, _LONG(line * _VECTOR_BYTES)))
 
     def places(self, builder: Any, size_d: Any, step: Any) -> list[Any]:  # noqa: ANN401
         """Offsets in bytes of those vectors in a query or a sum."""
