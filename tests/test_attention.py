@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -14,9 +15,13 @@ from bastion_batch.core.tree import DraftTree
 from bastion_batch.engine import row_attention
 from bastion_batch.engine.attention import AttentionPlan, PassRow, StorePlan, pass_order
 from bastion_batch.engine.cache import KVCache
+from bastion_batch.engine.exponentials import exponential, exponentials, largest_of
 from bastion_batch.engine.team import Team, _starter
+from bastion_batch.engine.vectors import LANES
 
-LAYERS, KV_HEADS, SIZE = 2, 2, 32
+LAYERS, KV_HEADS = 2, 2
+SIZE = 32
+"""Of a head, where a test does not say: the least that the loops take."""
 TOLERANCES = {  # of the rounded result
     torch.float64: {"rtol": 1e-10, "atol": 1e-10},
     torch.float32: {"rtol": 1e-5, "atol": 1e-6},
@@ -66,7 +71,7 @@ def slow_attention(
     heads = []
     for head in range(num_q_heads):
         own_keys = [key[head // group] for key in keys]
-        scores = torch.stack([query_HD[head] @ key for key in own_keys]) / SIZE**0.5
+        scores = torch.stack([query_HD[head] @ key for key in own_keys]) / query_HD.shape[1] ** 0.5
         weights = torch.exp(scores - scores.max())
         weights /= weights.sum()
         heads.append(sum(w * v[head // group] for w, v in zip(weights, values, strict=True)))
@@ -76,14 +81,21 @@ def slow_attention(
 class Batch:
     """Rows with random contexts in a cache, and the same as plain tensors."""
 
-    def __init__(self, parts: list[Share], seed: int, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self,
+        parts: list[Share],
+        seed: int,
+        dtype: torch.dtype = torch.float64,
+        size: int = SIZE,
+    ) -> None:
         self.dtype = dtype
+        self.size = size
         self.random = np.random.default_rng(seed)
         self.generator = torch.Generator().manual_seed(seed)
-        self.cache = KVCache(LAYERS, KV_HEADS, SIZE, dtype, torch.device("cpu"))
+        self.cache = KVCache(LAYERS, KV_HEADS, size, dtype, torch.device("cpu"))
         self.parts = parts
         self.slots = [self.cache.open(max(1, part.reserved)) for part in parts]
-        self.contexts = [self.normal(LAYERS, part.context, 2, KV_HEADS, SIZE) for part in parts]
+        self.contexts = [self.normal(LAYERS, part.context, 2, KV_HEADS, size) for part in parts]
         for slot, part in zip(self.slots, parts, strict=True):
             self.cache.reserve(slot, part.context + part.num_tokens)
         told = [row for row, part in enumerate(parts) if part.context]
@@ -105,8 +117,8 @@ class Batch:
         rows = [PassRow(self.slots[i], self.parts[i].num_tokens, self.visible[i]) for i in order]
         plan = AttentionPlan(self.cache, rows, num_q_heads)
         for layer in range(LAYERS):
-            queries = [self.normal(part.num_tokens, num_q_heads, SIZE) for part in self.parts]
-            own = [self.normal(part.num_tokens, 2, KV_HEADS, SIZE) for part in self.parts]
+            queries = [self.normal(part.num_tokens, num_q_heads, self.size) for part in self.parts]
+            own = [self.normal(part.num_tokens, 2, KV_HEADS, self.size) for part in self.parts]
             packed = [torch.cat([tensors[i] for i in order]) for tensors in (queries, own)]
             heads = torch.cat([packed[0], packed[1].flatten(1, 2)], 1)
             found = plan.attend(layer, heads)
@@ -162,6 +174,48 @@ MIXES = {
 @pytest.mark.parametrize("name", MIXES)
 def test_chosen_mixes_attend_as_one_token_at_a_time(name, dtype):
     Batch(MIXES[name], seed=3, dtype=dtype).assert_attends(6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [64, 80, 96, 128])
+def test_heads_of_any_size_attend_as_one_token_at_a_time(size, dtype):
+    parts = [share("tree", c, n) for c, n in ((250, 9), (505, 12), (260, 1), (40, 5), (0, 2))]
+    Batch(parts, seed=5, dtype=dtype, size=size).assert_attends(6)
+
+
+def test_exponentials_are_as_good_as_the_librarys():
+    x = np.linspace(-87, 0, 100_000, dtype=np.float32)
+    exact = np.exp(x.astype(np.float64))
+    assert np.abs(np.array([_exponential(value) for value in x]) / exact - 1).max() < 3e-7
+    padded = np.full(100_000 // LANES * LANES, -1e30, np.float32)
+    padded[: len(x)] = x[: len(padded)]
+    total = _exponentials(padded, np.float32(0))
+    assert np.abs(padded / exact[: len(padded)] - 1).max() < 3e-7
+    assert total == pytest.approx(exact[: len(padded)].sum(), rel=1e-5)
+    assert np.isnan(_exponential(np.float32("nan")))
+    assert _exponential(np.float32("-inf")) == _exponential(np.float32(-87))
+
+
+def test_the_largest_is_found_in_any_lane():
+    for place in range(2 * LANES):
+        scores = np.full(2 * LANES, -5, np.float32)
+        scores[place] = 3
+        assert _largest(scores) == 3
+
+
+@njit
+def _exponential(x):
+    return exponential(x)
+
+
+@njit
+def _exponentials(scores, most):
+    return exponentials(scores.ctypes.data, len(scores) // LANES, most)
+
+
+@njit
+def _largest(scores):
+    return largest_of(scores.ctypes.data, len(scores) // LANES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

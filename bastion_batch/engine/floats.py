@@ -10,16 +10,6 @@ _FLOAT, _BITS, _HALF = ir.FloatType(), ir.IntType(32), ir.IntType(16)
 
 
 @instruction
-def float_of_bits(_context, bits):  # noqa: ANN001, ANN201
-    """The float32 with these 32 bits."""
-
-    def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
-        return builder.bitcast(args[0], _FLOAT)
-
-    return types.float32(types.uint32), generate
-
-
-@instruction
 def widen(_context, value):  # noqa: ANN001, ANN201
     """A stored value as float32: of bfloat16 bits, or as it is."""
 

@@ -17,75 +17,40 @@ from numba import carray, types
 from numpy.typing import NDArray
 
 from bastion_batch.core.compiled import compiled, compiled_address
-from bastion_batch.engine.floats import float_of_bits, narrow, widen
+from bastion_batch.engine.exponentials import exponential, exponentials, largest_of
+from bastion_batch.engine.floats import narrow, widen
 from bastion_batch.engine.team import pointer_to, prefetch, run_by_team, take_next
-from bastion_batch.engine.vectors import NUM_QUERIES, add_weighted_four, lane_of, score_four
+from bastion_batch.engine.vectors import (
+    LANES,
+    NUM_KEYS,
+    NUM_QUERIES,
+    add_weighted_four,
+    lane_of,
+    score_block,
+)
 
 _FAST = {"reassoc", "contract", "nsz"}  # sums may be reordered; infinities and NaN stay
-_AHEAD = 8
+_AHEAD = 16
 """How many keys ahead memory is fetched: a processor does not do it beyond a page."""
-_MAX_LANES = 32
 _ROW_FIELDS = _UNIT_FIELDS = 8
 _JOB_FIELDS = 20
 
 
-@compiled(inline="always", fastmath=_FAST)
-def _exp(x):  # noqa: ANN001, ANN202
-    """`exp(x)` for x up to 0, within 3e-7 of it: 2**n times a polynomial in what remains.
-
-    There is no call in it, so loops over it vectorise.
-    """
-    y = max(x, np.float32(-87)) * np.float32(1.44269504)
-    n = np.floor(y + np.float32(0.5))
-    f = (y - n) * np.float32(0.693147181)
-    p = np.float32(1 / 5040)
-    p = p * f + np.float32(1 / 720)
-    p = p * f + np.float32(1 / 120)
-    p = p * f + np.float32(1 / 24)
-    p = p * f + np.float32(1 / 6)
-    p = p * f + np.float32(0.5)
-    p = p * f + np.float32(1)
-    p = p * f + np.float32(1)
-    return p * float_of_bits(np.uint32(np.int32(n) + np.int32(127)) << np.uint32(23))
-
-
-@compiled(fastmath=_FAST | {"nnan"}, error_model="numpy")
-def _largest(scores_K):  # noqa: ANN001, ANN202
-    """Lane by lane, or the compiler compares one after the other.
-
-    It need not look for NaN, which makes the weights NaN all the same.
-    """
-    lanes_L = np.full(_MAX_LANES, scores_K[0])
-    whole = len(scores_K) // _MAX_LANES * _MAX_LANES
-    for k in range(0, whole, _MAX_LANES):
-        for lane in range(_MAX_LANES):
-            lanes_L[lane] = max(lanes_L[lane], scores_K[np.uint64(k + lane)])
-    most = lanes_L[0]
-    for lane in range(_MAX_LANES):
-        most = max(most, lanes_L[lane])
-    for k in range(whole, len(scores_K)):
-        most = max(most, scores_K[k])
-    return most
-
-
 @compiled(fastmath=_FAST, error_model="numpy")
-def _softmax(scores_K, seen_T):  # noqa: ANN001, ANN202
-    """In place, up to its sum. The last T keys count where `seen_T` says so.
+def _softmax(scores_K, num_keys, seen_T):  # noqa: ANN001, ANN202
+    """In place, up to its sum. The last T keys count where `seen_T` says so, what follows does not.
 
     Returns:
         the largest score and the sum.
     """
-    first = len(scores_K) - len(seen_T)
+    first = num_keys - len(seen_T)
     for t in range(len(seen_T)):
         if not seen_T[t]:
             scores_K[first + t] = np.float32(-1e30)
-    most = _largest(scores_K)
-    total = np.float32(0)
-    for k in range(len(scores_K)):
-        weight = _exp(scores_K[k] - most)
-        scores_K[k] = weight
-        total += weight
-    return most, total
+    scores_K[num_keys:] = np.float32(-1e30)
+    place, num_vectors = scores_K.ctypes.data, len(scores_K) // LANES
+    most = largest_of(place, num_vectors)
+    return most, exponentials(place, num_vectors, most)
 
 
 @compiled()
@@ -116,23 +81,28 @@ def _scores(q_QD, entries_ED, line, step, num_heads, num_keys, scores_QK):  # no
     line_bytes = size_D * entries_ED.itemsize
     key = entries_ED.ctypes.data + line * line_bytes
     queries, query_bytes = q_QD.ctypes.data, 4 * size_D
-    scores, score_bytes = scores_QK.ctypes.data, 4 * num_keys
-    ahead = _AHEAD * step * line_bytes
-    for k in range(num_keys):
-        for place in range(key + ahead, key + ahead + num_heads * line_bytes, 64):
-            prefetch(place)
+    scores, score_bytes = scores_QK.ctypes.data, 4 * scores_QK.shape[1]
+    key_bytes = step * line_bytes
+    for k in range(0, num_keys, NUM_KEYS):
+        for entry in range(
+            key + _AHEAD * key_bytes, key + (_AHEAD + NUM_KEYS) * key_bytes, key_bytes
+        ):
+            for place in range(entry, entry + num_heads * line_bytes, 64):
+                prefetch(place)
         for head in range(num_heads):
             for q in range(head * each, (head + 1) * each, NUM_QUERIES):
-                score_four(
+                score_block(
                     queries + q * query_bytes,
                     query_bytes,
                     key + head * line_bytes,
+                    key_bytes,
+                    num_keys - k,
                     size_D,
                     scores + q * score_bytes + 4 * k,
                     score_bytes,
                     entries_ED[0, 0],
                 )
-        key += step * line_bytes
+        key += NUM_KEYS * key_bytes
 
 
 @compiled(fastmath=_FAST, error_model="numpy")
@@ -140,13 +110,13 @@ def _weighted_values(weights_QK, entries_ED, line, step, num_heads, num_keys, su
     """The weighted sums of the values of every head."""
     size_D = entries_ED.shape[1]
     each = len(sums_QD) // num_heads
-    line_bytes = size_D * entries_ED.itemsize
+    line_bytes, weight_bytes = size_D * entries_ED.itemsize, 4 * weights_QK.shape[1]
     value = entries_ED.ctypes.data + line * line_bytes
     for q in range(0, num_heads * each, NUM_QUERIES):
         is_first = q % each == 0  # the others find what it fetched
         add_weighted_four(
-            weights_QK.ctypes.data + 4 * num_keys * q,
-            4 * num_keys,
+            weights_QK.ctypes.data + weight_bytes * q,
+            weight_bytes,
             value + q // each * line_bytes,
             step * line_bytes,
             _AHEAD * step * line_bytes if is_first else 0,
@@ -176,7 +146,8 @@ def _attend_unit(heads_SHD, entries_ED, row, unit, visible, num_q_heads, sums_PD
         q_head = (first_head + head) * group
         queries = q_QD[head * each : head * each + used]
         _queries(heads_SHD, first_token + start, q_head, stop - start, group, queries)
-    scores_QK = np.empty((num_heads * each, num_keys), np.float32)
+    in_vectors = (num_keys + LANES - 1) // LANES * LANES
+    scores_QK = np.empty((num_heads * each, in_vectors), np.float32)
     step = 2 * num_kv_heads
     line = (first_entry + first_key) * step + first_head
     _scores(q_QD, entries_ED, line, step, num_heads, num_keys, scores_QK)
@@ -187,7 +158,7 @@ def _attend_unit(heads_SHD, entries_ED, row, unit, visible, num_q_heads, sums_PD
         for i in range(used):
             q, token = head * each + i, start + i // group
             seen_T = visible[mask + token * size + first_own - context :][:num_own]
-            most, total = _softmax(scores_QK[q], seen_T)
+            most, total = _softmax(scores_QK[q], num_keys, seen_T)
             place = first_place + token * num_q_heads + (first_head + head) * group + i % group
             softmax_P2[place, 0], softmax_P2[place, 1] = most, total
     sums_QD = q_QD  # not needed any more
@@ -214,7 +185,7 @@ def _put_together(row, sums_PD, softmax_P2, like, out_SHD):  # noqa: ANN001, ANN
         sum_D[:] = 0
         for part in range(num_parts):
             p = place + part * num_queries
-            weight = _exp(softmax_P2[p, 0] - most)
+            weight = exponential(softmax_P2[p, 0] - most)
             total += weight * softmax_P2[p, 1]
             for d in range(len(sum_D)):
                 sum_D[d] += weight * sums_PD[p, d]

@@ -1,9 +1,10 @@
 """Products of four queries with the keys and values of a row, in the compiler's vectors.
 
 Written out because a compiler that vectorises loops by itself sums every product across its lanes
-alone, widens bfloat16 by shuffles and keeps sums in memory. Here four queries are summed across
-lanes together, a 32-bit word of two bfloat16 numbers is widened by a shift and a mask, and sums stay
-in registers. A target without such vectors gets them cut in parts by the compiler.
+alone, widens bfloat16 by shuffles and keeps sums in memory. Here the products of four queries with
+four keys are summed across lanes together, a 32-bit word of two bfloat16 numbers is widened by a
+shift and a mask, and sums stay in registers. A target without such vectors gets them cut in parts
+by the compiler.
 
 Queries and sums lie as words do: `[0, 2, 4, ..., 1, 3, 5, ...]` of a head in bfloat16, see `lane_of`;
 as they are in float32.
@@ -19,16 +20,16 @@ from numba.core.errors import TypingError
 from bastion_batch.core.compiled import instruction
 from bastion_batch.engine.team import fetch
 
-NUM_QUERIES = 4
-"""At a time; their arrays are padded to a multiple of it."""
-_LANES = 16
-_VECTOR_BYTES = 4 * _LANES
+NUM_QUERIES = NUM_KEYS = 4
+"""At a time: as many products as a vector has lanes. Arrays are padded to a multiple of it."""
+LANES = 16
+_VECTOR_BYTES = 4 * LANES
 _PARTS = 2
 """Vectors of values that are computed together."""
-STEP = _PARTS * _LANES
+STEP = _PARTS * LANES
 """Values that are computed together: a head's size is a multiple of it."""
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_FLOATS, _INTS = ir.VectorType(_FLOAT, _LANES), ir.VectorType(_INT, _LANES)
+_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 
 
 @instruction
@@ -47,33 +48,48 @@ def lane_of(_context, d, size_d, like):  # noqa: ANN001, ANN201
 
 
 @instruction
-def score_four(_context, queries, query_bytes, key, size_d, scores, score_bytes, like):  # noqa: ANN001, ANN201
-    """Products of four queries, `query_bytes` apart, with a key; stored `score_bytes` apart.
+def score_block(  # noqa: ANN201
+    _context, queries, query_bytes, key, key_bytes, num_keys, size_d, scores, score_bytes, like  # noqa: ANN001
+):  # fmt: skip
+    """Products of four queries, `query_bytes` apart, with four keys, `key_bytes` apart.
 
-    Arguments are addresses and sizes; `like` is a stored value.
+    Where there are fewer than four, the last one's are given again. The four of a query are stored
+    side by side, the next query's `score_bytes` further. Arguments are addresses and sizes; `like`
+    is a stored value.
     """
     layout = _Layout.of(like)
 
     def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
-        queries, query_bytes, key, size_d, scores, score_bytes, _ = args
-        sums_QP = [[_zeroed(builder) for _ in range(_PARTS)] for _ in range(NUM_QUERIES)]
+        queries, query_bytes, key, key_bytes, num_keys, size_d, scores, score_bytes, _ = args
+        keys = []
+        for k in range(NUM_KEYS):
+            is_there = builder.icmp_signed("<", _LONG(k), num_keys)
+            place = builder.select(is_there, _LONG(k), builder.sub(num_keys, _LONG(1)))
+            keys.append(builder.add(key, builder.mul(key_bytes, place)))
+        sums_QK = [[_zeroed(builder) for _ in keys] for _ in range(NUM_QUERIES)]
         with cgutils.for_range(builder, builder.udiv(size_d, _LONG(STEP))) as loop:
-            parts = layout.values(builder, key, loop.index)
             places = layout.places(builder, size_d, loop.index)
-            for q, sums_P in enumerate(sums_QP):
+            values_QP = []
+            for q in range(NUM_QUERIES):
                 query = builder.add(queries, builder.mul(query_bytes, _LONG(q)))
-                for total, part, place in zip(sums_P, parts, places, strict=True):
-                    values = _load(builder, _FLOATS, builder.add(query, place))
-                    _add_product(builder, total, values, part)
-        totals_Q = [builder.fadd(*(builder.load(total) for total in sums)) for sums in sums_QP]
-        across = _across_lanes(builder, totals_Q)
+                values_QP.append([_load(builder, _FLOATS, builder.add(query, p)) for p in places])
+            for k, at in enumerate(keys):
+                parts = layout.values(builder, at, loop.index)
+                for values_P, sums_K in zip(values_QP, sums_QK, strict=True):
+                    for values, part in zip(values_P, parts, strict=True):
+                        _add_product(builder, sums_K[k], values, part)
+        totals = [builder.load(total) for sums_K in sums_QK for total in sums_K]
+        across = _across_lanes(builder, totals)
         for q in range(NUM_QUERIES):
+            lanes = [_INT(NUM_KEYS * q + k) for k in range(NUM_KEYS)]
+            kind = ir.VectorType(_FLOAT, NUM_KEYS)
+            pick = ir.Constant(ir.VectorType(_INT, NUM_KEYS), lanes)
+            own = builder.shuffle_vector(across, across, pick)
             at = builder.add(scores, builder.mul(score_bytes, _LONG(q)))
-            pointer = builder.inttoptr(at, _FLOAT.as_pointer())
-            builder.store(builder.extract_element(across, _INT(q)), pointer)
+            builder.store(own, builder.inttoptr(at, kind.as_pointer()), align=4)
         return key
 
-    return types.int64(*[types.int64] * 6, like), generate
+    return types.int64(*[types.int64] * 8, like), generate
 
 
 @instruction
@@ -89,27 +105,37 @@ def add_weighted_four(  # noqa: ANN201
 
     def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
         weights, weight_bytes, value, value_bytes, ahead, num_values, sums, size_d, _ = args
-        sums_QP = [[_zeroed(builder) for _ in range(_PARTS)] for _ in range(NUM_QUERIES)]
-        with cgutils.for_range(builder, builder.udiv(size_d, _LONG(STEP))) as step:
-            for sums_P in sums_QP:
-                for total in sums_P:
-                    builder.store(ir.Constant(_FLOATS, None), total)
+
+        def add(steps: list[Any]) -> None:
+            """The sums of some steps of the head."""
+            sums_QP = [
+                [_zeroed(builder) for _ in range(_PARTS * len(steps))] for _ in range(NUM_QUERIES)
+            ]
             with cgutils.for_range(builder, num_values) as loop:
                 at = builder.add(value, builder.mul(loop.index, value_bytes))
-                parts = layout.values(builder, at, step.index)
-                layout.fetch(builder, builder.add(at, ahead), step.index)
+                parts = []
+                for step in steps:
+                    layout.fetch(builder, builder.add(at, ahead), step)
+                    parts += layout.values(builder, at, step)
                 weight_at = builder.add(weights, builder.mul(loop.index, _LONG(4)))
                 for q, sums_P in enumerate(sums_QP):
                     at = builder.add(weight_at, builder.mul(weight_bytes, _LONG(q)))
                     weight = _everywhere(builder, _load(builder, _FLOAT, at))
                     for total, part in zip(sums_P, parts, strict=True):
                         _add_product(builder, total, weight, part)
-            places = layout.places(builder, size_d, step.index)
+            places = [place for step in steps for place in layout.places(builder, size_d, step)]
             for q, sums_P in enumerate(sums_QP):
                 first = builder.add(sums, builder.mul(size_d, _LONG(4 * q)))
                 for total, place in zip(sums_P, places, strict=True):
                     pointer = builder.inttoptr(builder.add(first, place), _FLOATS.as_pointer())
                     builder.store(builder.load(total), pointer, align=4)
+
+        num_steps = builder.udiv(size_d, _LONG(STEP))
+        with cgutils.for_range(builder, builder.udiv(num_steps, _LONG(2))) as pair:
+            step = builder.mul(pair.index, _LONG(2))
+            add([step, builder.add(step, _LONG(1))])
+        with builder.if_then(builder.trunc(num_steps, ir.IntType(1))):
+            add([builder.sub(num_steps, _LONG(1))])
         return value
 
     return types.int64(*[types.int64] * 8, like), generate
@@ -136,8 +162,8 @@ class _Layout(NamedTuple):
             ]
         at = builder.add(first, builder.mul(step, _LONG(_VECTOR_BYTES)))
         words = _load(builder, _INTS, at)
-        even = builder.shl(words, ir.Constant(_INTS, [16] * _LANES))
-        odd = builder.and_(words, ir.Constant(_INTS, [-0x10000] * _LANES))
+        even = builder.shl(words, ir.Constant(_INTS, [16] * LANES))
+        odd = builder.and_(words, ir.Constant(_INTS, [-0x10000] * LANES))
         return [builder.bitcast(even, _FLOATS), builder.bitcast(odd, _FLOATS)]
 
     def fetch(self, builder: Any, first: Any, step: Any) -> None:  # noqa: ANN401
@@ -157,7 +183,7 @@ class _Layout(NamedTuple):
 
 
 def _zeroed(builder: Any) -> Any:  # noqa: ANN401
-    """A vector that ends in a register."""
+    """A vector that ends in a register, zero from here on."""
     place = cgutils.alloca_once(builder, _FLOATS)
     builder.store(ir.Constant(_FLOATS, None), place)
     return place
@@ -169,30 +195,28 @@ def _load(builder: Any, kind: ir.Type, address: Any) -> Any:  # noqa: ANN401
 
 def _add_product(builder: Any, place: Any, left: Any, right: Any) -> None:  # noqa: ANN401
     kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    add_product = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{_LANES}f32")
+    add_product = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fmuladd.v{LANES}f32")
     builder.store(builder.call(add_product, [left, right, builder.load(place)]), place)
 
 
 def _everywhere(builder: Any, number: Any) -> Any:  # noqa: ANN401
     """A vector of one number."""
     first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _INT(0))
-    return builder.shuffle_vector(first, first, ir.Constant(_INTS, [0] * _LANES))
+    return builder.shuffle_vector(first, first, ir.Constant(_INTS, [0] * LANES))
 
 
 def _across_lanes(builder: Any, vectors: list[Any]) -> Any:  # noqa: ANN401
-    """The sums of four vectors of 16, in the first four lanes."""
+    """The sums of as many vectors as there are lanes, one in each lane.
 
-    def folded(left: Any, right: Any, lanes: list[int], others: list[int]) -> Any:  # noqa: ANN401
-        """The sums of some lanes of two vectors and of some others."""
-        first, second = (
-            builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(_INT, len(at)), at))
-            for at in (lanes, others)
-        )
-        return builder.fadd(first, second)
-
-    lower, upper = list(range(8)), list(range(8, 16))
-    a, b, c, d = (folded(vector, vector, lower, upper) for vector in vectors)
-    even, odd = [0, 8, 2, 10, 4, 12, 6, 14], [1, 9, 3, 11, 5, 13, 7, 15]
-    ab, cd = folded(a, b, even, odd), folded(c, d, even, odd)
-    abcd = folded(ab, cd, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
-    return folded(abcd, abcd, [0, 1, 2, 3], [4, 5, 6, 7])
+    Neighbours are added over and over: of two vectors at a time, into one of half as many lanes each.
+    """
+    even = ir.Constant(_INTS, list(range(0, 2 * LANES, 2)))
+    odd = ir.Constant(_INTS, list(range(1, 2 * LANES, 2)))
+    while len(vectors) > 1:
+        vectors = [
+            builder.fadd(
+                builder.shuffle_vector(left, right, even), builder.shuffle_vector(left, right, odd)
+            )
+            for left, right in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    return vectors[0]
