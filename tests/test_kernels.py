@@ -1,10 +1,12 @@
 """The compiled loops give what torch's own operations give."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
-from bastion_batch.engine import kernels
+from bastion_batch.engine import kernels, sampling
+from bastion_batch.engine.kernels import argmax, has_argmax
 from bastion_batch.engine.linear import GatedLinear, Linear
 
 EPS = 1e-5
@@ -84,3 +86,24 @@ def test_products_and_what_follows_them(dtype):
     ]:
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1, 31, 512, 513, 49_152])
+def test_the_largest_logit_is_found_and_of_several_the_first(size, dtype):
+    generator = torch.Generator().manual_seed(size)
+    logits = torch.randn(9, size + 3, generator=generator).to(dtype)[:, :size]
+    logits[3, [size // 3, size // 2, size - 1]] = 50.0
+    logits[4] = -torch.inf
+    logits[5, : size - 1] = torch.nan
+    assert has_argmax(logits)
+    found = argmax(logits).tolist()
+    rows = torch.nan_to_num(logits.float(), nan=-torch.inf).numpy()
+    assert found == [int(np.argmax(row)) for row in rows]
+    assert found[3] == size // 3
+
+
+def test_what_is_not_packed_is_left_to_torch():
+    logits = torch.randn(5, 7).to(torch.bfloat16).T
+    assert not has_argmax(logits)
+    assert sampling.argmax(logits).tolist() == logits.max(-1).indices.tolist()

@@ -4,6 +4,7 @@ A call of the library's `exp` keeps a loop from being vectorised, and what compi
 themselves is half as wide.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 
 from bastion_batch.core.compiled import instruction
-from bastion_batch.engine.vectors import LANES
+from bastion_batch.engine.vectors import LANES, PARTS, Layout
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
@@ -37,18 +38,35 @@ def exponential(_context, x):  # noqa: ANN001, ANN201
 def largest_of(_context, scores, num_vectors):  # noqa: ANN001, ANN201
     """The largest of the float32 numbers from an address on; NaN do not count.
 
-    There are `num_vectors` times `LANES` of them, at least one vector.
+    There are `num_vectors` times `LANES` of them.
     """
 
     def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
-        first = _load(builder, args[0], _LONG(0))
-        most = cgutils.alloca_once_value(builder, first)
+        most = _least(builder)
         with cgutils.for_range(builder, args[1]) as loop:
             values = _load(builder, args[0], loop.index)
             builder.store(_larger(builder, values, builder.load(most)), most)
         return _over_lanes(builder, builder.load(most), _larger)
 
     return types.float32(types.int64, types.int64), generate
+
+
+@instruction
+def largest_stored(_context, values, num_steps, like):  # noqa: ANN001, ANN201
+    """The same of values that are stored as `like` is: `num_steps` times `STEP` of them."""
+    layout = Layout.of(like)
+
+    def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
+        parts = [_least(builder) for _ in range(PARTS)]
+        with cgutils.for_range(builder, args[1]) as loop:
+            for most, part in zip(parts, layout.values(builder, args[0], loop.index), strict=True):
+                builder.store(_larger(builder, part, builder.load(most)), most)
+        most, *others = (builder.load(part) for part in parts)
+        for other in others:
+            most = _larger(builder, other, most)
+        return _over_lanes(builder, most, _larger)
+
+    return types.float32(types.int64, types.int64, like), generate
 
 
 @instruction
@@ -124,6 +142,11 @@ def _load(builder: Any, first: Any, index: Any) -> Any:  # noqa: ANN401
 def _larger(builder: Any, value: Any, most: Any) -> Any:  # noqa: ANN401
     """Of numbers or vectors; `most` where a value is NaN."""
     return builder.select(builder.fcmp_ordered(">", value, most), value, most)
+
+
+def _least(builder: Any) -> Any:  # noqa: ANN401
+    """A vector that ends in a register, below all numbers from here on."""
+    return cgutils.alloca_once_value(builder, _constant(_FLOATS, -math.inf))
 
 
 def _over_lanes(builder: Any, vector: Any, joined: Any) -> Any:  # noqa: ANN401

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bastion_batch.engine.cache import KVCache, Slot
+from bastion_batch.engine.kernels import WORDS
 from bastion_batch.engine.row_loops import attend, new_job, work_address
 from bastion_batch.engine.team import torchs_team
 from bastion_batch.engine.vectors import STEP
@@ -46,7 +47,7 @@ class PackedRow(NamedTuple):
 
 def attends_by_row(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether rows with few tokens are computed here."""
-    return device.type == "cpu" and dtype in _WORDS
+    return device.type == "cpu" and dtype in WORDS
 
 
 def suits(kv_cache: KVCache, num_tokens: int, context_length: int) -> bool:
@@ -94,7 +95,7 @@ class RowAttention:
             num_entries=self._entries.shape[1],
             word_bytes=kv_cache.dtype.itemsize,
         )
-        self._like = _WORDS[kv_cache.dtype]
+        self._like = WORDS[kv_cache.dtype]
         self._layer_bytes = self._entries.stride(0) * kv_cache.dtype.itemsize
         self._first_layer = self._entries.data_ptr()
 
@@ -117,13 +118,6 @@ class RowAttention:
             *self._team,
             self._work,
         )
-
-
-_WORDS: dict[torch.dtype, np.generic] = {
-    torch.bfloat16: np.uint16(0),  # numpy has no bfloat16: its bits
-    torch.float32: np.float32(0),
-}
-"""A number of what the loops see of each."""
 
 
 def _num_parts(num_keys_R: NDArray[np.integer]) -> NDArray[np.integer]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from bastion_batch.core.compiled import compiled, compiled_address
 from bastion_batch.engine.exponentials import exponential, exponentials, largest_of
 from bastion_batch.engine.floats import narrow, widen
-from bastion_batch.engine.team import pointer_to, prefetch, run_by_team, take_next
+from bastion_batch.engine.team import array_at, pointer_to, prefetch, run_by_team, take_next
 from bastion_batch.engine.vectors import (
     LANES,
     NUM_KEYS,
@@ -195,23 +195,18 @@ def _put_together(row, sums_PD, softmax_P2, like, out_SHD):  # noqa: ANN001, ANN
             out_D[d] = narrow(sum_D[lane] / total, like)
 
 
-@compiled(inline="always")
-def _array(address, shape, like):  # noqa: ANN001, ANN202
-    return carray(pointer_to(address, like), shape)
-
-
 @compiled(fastmath=_FAST, error_model="numpy")
 def _work_off(job, like):  # noqa: ANN001, ANN202
     """Units of a job one after the other until none is left; any number of threads may do so."""
     num_tokens, num_heads, size_D, num_q_heads = job[3], job[4], job[5], job[15]
-    heads_SHD = _array(job[2], (num_tokens, num_heads, size_D), like)
-    entries_ED = _array(job[6], (job[7], size_D), like)
-    rows_R = _array(job[8], (job[9], _ROW_FIELDS), job[9])
-    visible_V = _array(job[10], (job[11],), np.uint8(0))
-    units_U = _array(job[12], (job[13], _UNIT_FIELDS), job[13])
-    out_SHD = _array(job[14], (num_tokens, num_q_heads, size_D), like)
-    sums_PD = _array(job[16], (job[17], size_D), np.float32(0))
-    softmax_P2 = _array(job[18], (job[17], 2), np.float32(0))
+    heads_SHD = array_at(job[2], (num_tokens, num_heads, size_D), like)
+    entries_ED = array_at(job[6], (job[7], size_D), like)
+    rows_R = array_at(job[8], (job[9], _ROW_FIELDS), job[9])
+    visible_V = array_at(job[10], (job[11],), np.uint8(0))
+    units_U = array_at(job[12], (job[13], _UNIT_FIELDS), job[13])
+    out_SHD = array_at(job[14], (num_tokens, num_q_heads, size_D), like)
+    sums_PD = array_at(job[16], (job[17], size_D), np.float32(0))
+    softmax_P2 = array_at(job[18], (job[17], 2), np.float32(0))
     while True:
         u = take_next(job.ctypes.data)
         if u >= len(units_U):
@@ -302,11 +297,11 @@ def attend(job, like, heads, num_tokens, entries, out, num_threads, starter, wor
     """
     num_heads, size_D, num_q_heads = job[4], job[5], job[15]
     num_kv_heads = (num_heads - num_q_heads) // 2
-    heads_SHD = _array(heads, (num_tokens, num_heads, size_D), like)
+    heads_SHD = array_at(heads, (num_tokens, num_heads, size_D), like)
     shape = (job[7] // (2 * num_kv_heads), 2, num_kv_heads, size_D)
-    rows_R = _array(job[8], (job[9], _ROW_FIELDS), job[9])
-    _store(heads_SHD, _array(entries, shape, like), rows_R, num_q_heads)
-    _array(job[19], (job[9],), job[9])[:] = 0
+    rows_R = array_at(job[8], (job[9], _ROW_FIELDS), job[9])
+    _store(heads_SHD, array_at(entries, shape, like), rows_R, num_q_heads)
+    array_at(job[19], (job[9],), job[9])[:] = 0
     job[0], job[2], job[3], job[6], job[14] = 0, heads, num_tokens, entries, out
     if num_threads > 1:
         run_by_team(starter, work, job.ctypes.data, num_threads)

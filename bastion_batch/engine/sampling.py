@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bastion_batch.core.noise import position_key
+from bastion_batch.engine import kernels
 from bastion_batch.engine.filters import column, filter_logits
 from bastion_batch.engine.history import History
 from bastion_batch.engine.noise import winners
@@ -66,6 +67,8 @@ def is_plain_greedy(sampling: SamplingParams) -> bool:
 
 def argmax(logits_NV: Tensor) -> Tensor:
     """Index of the largest logit of each row, the lowest index on ties."""
+    if kernels.has_argmax(logits_NV):
+        return kernels.argmax(logits_NV)
     return logits_NV.max(-1).indices
 
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import torch
 from llvmlite import ir
-from numba import types
+from numba import carray, types
 from numba.core.errors import TypingError
 
-from bastion_batch.core.compiled import instruction
+from bastion_batch.core.compiled import compiled, instruction
 
 NAMES = ("libgomp", "libiomp", "libomp")
 _INT, _LONG, _BYTES = ir.IntType(32), ir.IntType(64), ir.IntType(8).as_pointer()
@@ -117,6 +117,16 @@ def pointer_to(_context, address, like):  # noqa: ANN001, ANN201
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(like)(types.int64, like), generate
+
+
+@compiled(inline="always")
+def array_at(address, shape, like):  # noqa: ANN001, ANN201
+    """The array at an address, of values of the type of `like`.
+
+    Loops take addresses and sizes instead of arrays where they are called often: to check four
+    arrays takes numba as long as a layer's small steps do.
+    """
+    return carray(pointer_to(address, like), shape)
 
 
 def _require_integers(*kinds: types.Type) -> None:

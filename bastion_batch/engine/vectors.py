@@ -24,9 +24,9 @@ NUM_QUERIES = NUM_KEYS = 4
 """At a time: as many products as a vector has lanes. Arrays are padded to a multiple of it."""
 LANES = 16
 _VECTOR_BYTES = 4 * LANES
-_PARTS = 2
+PARTS = 2
 """Vectors of values that are computed together."""
-STEP = _PARTS * LANES
+STEP = PARTS * LANES
 """Values that are computed together: a head's size is a multiple of it."""
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
@@ -57,7 +57,7 @@ def score_block(  # noqa: ANN201
     side by side, the next query's `score_bytes` further. Arguments are addresses and sizes; `like`
     is a stored value.
     """
-    layout = _Layout.of(like)
+    layout = Layout.of(like)
 
     def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
         queries, query_bytes, key, key_bytes, num_keys, size_d, scores, score_bytes, _ = args
@@ -101,7 +101,7 @@ def add_weighted_four(  # noqa: ANN201
     The weights of a query lie side by side, those of the next `weight_bytes` further; the sums of
     the queries follow each other. With each value, what lies `ahead` bytes further is fetched.
     """
-    layout = _Layout.of(like)
+    layout = Layout.of(like)
 
     def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
         weights, weight_bytes, value, value_bytes, ahead, num_values, sums, size_d, _ = args
@@ -109,7 +109,7 @@ def add_weighted_four(  # noqa: ANN201
         def add(steps: list[Any]) -> None:
             """The sums of some steps of the head."""
             sums_QP = [
-                [_zeroed(builder) for _ in range(_PARTS * len(steps))] for _ in range(NUM_QUERIES)
+                [_zeroed(builder) for _ in range(PARTS * len(steps))] for _ in range(NUM_QUERIES)
             ]
             with cgutils.for_range(builder, num_values) as loop:
                 at = builder.add(value, builder.mul(loop.index, value_bytes))
@@ -141,13 +141,14 @@ def add_weighted_four(  # noqa: ANN201
     return types.int64(*[types.int64] * 8, like), generate
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """How stored values are read a step at a time, and where they lie in queries and sums."""
 
     is_narrow: bool
 
     @classmethod
-    def of(cls, like: Any) -> "_Layout":  # noqa: ANN401 - a numba type
+    def of(cls, like: Any) -> "Layout":  # noqa: ANN401 - a numba type
+        """Of values of this type."""
         if like not in (types.uint16, types.float32):
             raise TypingError(f"{like}: neither bfloat16 bits (uint16) nor float32")
         return cls(like == types.uint16)
@@ -155,10 +156,10 @@ class _Layout(NamedTuple):
     def values(self, builder: Any, first: Any, step: Any) -> list[Any]:  # noqa: ANN401
         """The vectors of a step of what is stored from address `first`: if narrow, even and odd."""
         if not self.is_narrow:
-            at = builder.add(first, builder.mul(step, _LONG(_PARTS * _VECTOR_BYTES)))
+            at = builder.add(first, builder.mul(step, _LONG(PARTS * _VECTOR_BYTES)))
             return [
                 _load(builder, _FLOATS, builder.add(at, _LONG(part * _VECTOR_BYTES)))
-                for part in range(_PARTS)
+                for part in range(PARTS)
             ]
         at = builder.add(first, builder.mul(step, _LONG(_VECTOR_BYTES)))
         words = _load(builder, _INTS, at)
@@ -168,7 +169,7 @@ class _Layout(NamedTuple):
 
     def fetch(self, builder: Any, first: Any, step: Any) -> None:  # noqa: ANN401
         """Have the lines of a step of what is stored from address `first` brought near."""
-        num_lines = 1 if self.is_narrow else _PARTS
+        num_lines = 1 if self.is_narrow else PARTS
         at = builder.add(first, builder.mul(step, _LONG(num_lines * _VECTOR_BYTES)))
         for line in range(num_lines):
             fetch(builder, builder.add(at, _LONG(line * _VECTOR_BYTES)))
@@ -176,8 +177,8 @@ class _Layout(NamedTuple):
     def places(self, builder: Any, size_d: Any, step: Any) -> list[Any]:  # noqa: ANN401
         """Offsets in bytes of those vectors in a query or a sum."""
         if not self.is_narrow:
-            at = builder.mul(step, _LONG(_PARTS * _VECTOR_BYTES))
-            return [builder.add(at, _LONG(part * _VECTOR_BYTES)) for part in range(_PARTS)]
+            at = builder.mul(step, _LONG(PARTS * _VECTOR_BYTES))
+            return [builder.add(at, _LONG(part * _VECTOR_BYTES)) for part in range(PARTS)]
         at = builder.mul(step, _LONG(_VECTOR_BYTES))
         return [at, builder.add(at, builder.mul(size_d, _LONG(2)))]
 

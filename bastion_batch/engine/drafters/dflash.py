@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bastion_batch.core.roofline import ModelShape
-from bastion_batch.engine.attention import Attends, StorePlan, keys_values_of, pass_order
+from bastion_batch.engine.attention import Attends, StorePlan, pass_order
 from bastion_batch.engine.buckets import product_bucket_for
 from bastion_batch.engine.cache import KVCache, Slot
 from bastion_batch.engine.drafters import DraftRow, Marginals
 from bastion_batch.engine.drafters.blocks import BlockAttention
+from bastion_batch.engine.drafters.context import ContextHeads
 from bastion_batch.engine.drafters.description import DrafterDescription
 from bastion_batch.engine.drafters.dflash_files import (
     drafter_dtype,
@@ -84,6 +85,7 @@ class DFlashDrafter:
         ]
         rotary = Rotary(rope_config(description), dtype, target.device)
         self._stack = DecoderStack(config, layers, tensors["norm.weight"], rotary)
+        self._context_heads = ContextHeads(tensors, config)
         self._fuse = Linear(tensors["fc.weight"])
         self._fuse_norm = tensors["hidden_norm.weight"]
         self._embedding = tensors.get("embed_tokens.weight", target.embedding)
@@ -192,9 +194,8 @@ class DFlashDrafter:
         fused = self._stack.norm(self._fuse(features_SF), self._fuse_norm)
         at = to_device(positions, self._target.device)
         cos, sin = self._stack.rotary.at(at, int(positions.max()))
-        for number, layer in enumerate(self._stack.layers):
-            heads = self._stack.project(layer, fused, cos, sin)
-            plan.store(number, keys_values_of(heads, self._stack.config.num_q_heads))
+        for number, keys_values in enumerate(self._context_heads(fused, cos, sin)):
+            plan.store(number, keys_values)
         for slot, count in zip(slots, counts, strict=True):
             slot.length += count
 
