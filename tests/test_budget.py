@@ -99,23 +99,33 @@ def test_the_first_500_steps_are_not_spoilt_either(gain):
     assert num_drafted * (1 / (1 + gain) - 1) < 0.05 * 500
 
 
-@pytest.mark.parametrize("gain", [-0.3, -0.45, -0.8])
-def test_a_wait_is_as_long_as_what_the_trial_lost_is_worth(gain):
+def trial(num_rows: int, gain: float) -> tuple[float, int]:
+    """Plain steps lost in the first trial, and steps until the next one."""
     gates, lost, waited = BatchGates(), 0.0, 1
-    while gates.wants_draft(1):
-        gates.observe(1, 1 + gain, 1.0)
+    while gates.wants_draft(num_rows):
+        gates.observe(num_rows, 1 + gain, 1.0)
         lost += 1 / (1 + gain) - 1
-    while not gates.wants_draft(1):
+    while not gates.wants_draft(num_rows):
         waited += 1
+    return lost, waited
+
+
+@pytest.mark.parametrize("gain", [-0.3, -0.45, -0.8])
+def test_after_a_clear_trial_the_wait_is_as_long_as_what_it_lost_is_worth(gain):
+    lost, waited = trial(64, gain)
     assert waited >= min(lost / 0.02, MAX_WAIT)
+
+
+def test_bad_luck_of_a_single_row_is_followed_by_a_short_wait():
+    assert trial(1, -0.45)[1] <= 16
 
 
 def test_a_size_that_never_has_two_drafted_steps_in_a_row_is_judged_all_the_same():
     gates, drafted = BatchGates(), 0
     for _ in range(200):
-        if gates.wants_draft(8):
+        if gates.wants_draft(64):
             drafted += 1
-            gates.observe(8, 0.7, 1.0)
+            gates.observe(64, 0.7, 1.0)
         gates.wants_draft(2)  # a step that another reason makes plain
     assert drafted < 10
 
@@ -190,7 +200,7 @@ def test_a_size_that_comes_and_goes_is_not_tried_every_time():
     drafted = sum(
         batch.run(1, -0.5, num_rows=7) + batch.run(1, -0.5, num_rows=8) for _ in range(1_000)
     )
-    assert drafted < 0.02 * 2_000
+    assert drafted < 0.025 * 2_000
 
 
 # Which rows to draft

@@ -45,10 +45,10 @@ class DraftGate:
 
     While it may pay it is done. When the mean gain of recent drafted steps is below zero by more
     than its own uncertainty, the next `wait` steps go without, then a trial begins anew; `wait`
-    doubles from trial to trial, and is never so short that what the trial lost was more than
-    `MAX_LOSS` of it, so that trials cost a vanishing share of the time. It starts over once the
-    mean gain is above zero by as much. Between the two bounds nothing changes: near break-even the
-    decision does not flap.
+    doubles from trial to trial, so that trials cost a vanishing share of the time. After a trial that
+    leaves no doubt it is never so short that what was lost in it was more than `MAX_LOSS` of it. It
+    starts over once the mean gain is above zero by as much. Between the two bounds nothing changes:
+    near break-even the decision does not flap.
 
     Args:
         noise: standard deviation of the gain of one step, until it has been seen.
@@ -58,6 +58,9 @@ class DraftGate:
     MIN_WAIT = 8
     MAX_LOSS = 0.02
     """Plain steps that a trial may have lost, of those that follow it."""
+    NO_DOUBT = 2.5
+    """The mean is below zero by so many times its uncertainty. Bad luck in the first steps of a good
+    drafter is not: at one row it would cost a hundred steps without."""
     LONG_TRIAL = 4
     PATIENCE = 1.5
     """In a shorter trial the mean must be below zero by so many times its uncertainty."""
@@ -109,7 +112,9 @@ class DraftGate:
         pairs = list(zip(self._means, doubts, strict=True))
         patience = 1.0 if self._num_observed >= self.LONG_TRIAL else self.PATIENCE
         if any(mean < -patience * doubt for mean, doubt in pairs):
-            wait = min(max(self._wait, math.ceil(self._lost / self.MAX_LOSS)), self._max_wait)
+            wait = self._wait
+            if any(mean < -self.NO_DOUBT * doubt for mean, doubt in pairs):
+                wait = min(max(wait, math.ceil(self._lost / self.MAX_LOSS)), self._max_wait)
             self._resume_at = step + 1 + wait
             self._wait = min(2 * wait, self._max_wait)
             self._num_observed, self._lost = 0, 0.0

@@ -13,7 +13,7 @@ from numba import types
 from numba.core import cgutils
 
 from bastion_batch.core.compiled import instruction
-from bastion_batch.engine.vectors import LANES, PARTS, Layout
+from bastion_batch.engine.vectors import LANES, PARTS, Layout, everywhere
 
 _FLOAT, _INT, _LONG = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_FLOAT, LANES)
@@ -75,8 +75,7 @@ def exponentials(_context, scores, num_vectors, most):  # noqa: ANN001, ANN201
 
     def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
         scores, num_vectors, most = args
-        most = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), most, _INT(0))
-        most = builder.shuffle_vector(most, most, _lanes([0] * LANES))
+        most = everywhere(builder, most)
         total = cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, None))
         with cgutils.for_range(builder, num_vectors) as loop:
             values = _load(builder, scores, loop.index)

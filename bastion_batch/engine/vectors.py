@@ -120,7 +120,7 @@ def add_weighted_four(  # noqa: ANN201
                 weight_at = builder.add(weights, builder.mul(loop.index, _LONG(4)))
                 for q, sums_P in enumerate(sums_QP):
                     at = builder.add(weight_at, builder.mul(weight_bytes, _LONG(q)))
-                    weight = _everywhere(builder, _load(builder, _FLOAT, at))
+                    weight = everywhere(builder, _load(builder, _FLOAT, at))
                     for total, part in zip(sums_P, parts, strict=True):
                         _add_product(builder, total, weight, part)
             places = [place for step in steps for place in layout.places(builder, size_d, step)]
@@ -200,7 +200,7 @@ def _add_product(builder: Any, place: Any, left: Any, right: Any) -> None:  # no
     builder.store(builder.call(add_product, [left, right, builder.load(place)]), place)
 
 
-def _everywhere(builder: Any, number: Any) -> Any:  # noqa: ANN401
+def everywhere(builder: Any, number: Any) -> Any:  # noqa: ANN401
     """A vector of one number."""
     first = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, _INT(0))
     return builder.shuffle_vector(first, first, ir.Constant(_INTS, [0] * LANES))
