@@ -111,7 +111,7 @@ def test_zeros_are_zeros(shape):
 
 def kernel_has_huge_pages() -> bool:
     """Whether it gives them now: where memory is in pieces it may have none."""
-    memory = mmap.mmap(-1, 64 * MIB)
+    memory = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     tensor.fill_(1)
