@@ -208,7 +208,7 @@ class DecoderStack:
         config = self.config
         heads = layer.qkv(normed_SE).unflatten(-1, (-1, config.head_dim))
         num_rotated = config.num_q_heads + config.num_kv_heads
-        rotate_heads(heads, num_rotated, layer.qk_norm, config.norm_eps, cos, sin)
+        kernels.rotate_heads(heads, num_rotated, layer.qk_norm, config.norm_eps, cos, sin)
         return heads
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -216,34 +216,6 @@ class DecoderStack:
         if kernels.suits(x):
             return kernels.rms_norm(x, weight, self.config.norm_eps)
         return F.rms_norm(x, (x.shape[-1],), weight, self.config.norm_eps)
-
-
-def rotate_heads(
-    heads_SHD: Tensor,
-    num_rotated: int,
-    norm_HD: Tensor | None,
-    eps: float,
-    cos: Tensor,
-    sin: Tensor,
-) -> None:
-    """Normalise (if there is a `norm_HD`) and rotate the first `num_rotated` heads, in place.
-
-    Args:
-        heads_SHD: contiguous.
-        num_rotated: query and key heads, which come before the values.
-        norm_HD: weights of the heads' own normalisation, contiguous.
-        eps: of that normalisation.
-        cos: `[S, 1, D]`.
-        sin: `[S, 1, D]`, signed for a half-swapped head.
-    """
-    if kernels.suits(heads_SHD):
-        kernels.rotate_heads(heads_SHD, num_rotated, norm_HD, eps, cos, sin)
-        return
-    rotated = heads_SHD[:, :num_rotated]
-    if norm_HD is not None:
-        rotated.copy_(F.rms_norm(rotated, rotated.shape[-1:], None, eps).mul_(norm_HD))
-    swapped = rotated.roll(rotated.shape[-1] // 2, -1)
-    rotated.mul_(cos).addcmul_(swapped, sin)
 
 
 def layer_tensors(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from bastion_batch.engine.kernels import rotate_heads
 from bastion_batch.engine.linear import Linear
-from bastion_batch.engine.transformer import StackConfig, layer_tensors, rotate_heads
+from bastion_batch.engine.transformer import StackConfig, layer_tensors
 
 
 class ContextHeads:
