@@ -39,6 +39,17 @@ def test_the_smallest_part_that_loses_next_to_nothing_is_taken():
     assert vocabulary.num_ids == V // 4
 
 
+def test_bad_luck_at_the_beginning_is_made_up_for():
+    vocabulary = DraftVocabulary(V)
+    frequent, rare = [3] * MIN_ACCEPTED, [V // 8] * 3
+    vocabulary.observe(frequent + rare, frequent + rare)
+    assert vocabulary.num_ids == V // 4, "three of a hundred are too many"
+    vocabulary.observe(frequent, frequent)
+    assert vocabulary.num_ids == V // 8, "of two hundred they are not"
+    vocabulary.observe([V // 8] * 50, [])
+    assert vocabulary.num_ids == V, "and what is left out by mistake comes back"
+
+
 def test_text_of_another_nature_opens_it_again():
     vocabulary = DraftVocabulary(V)
     feed(vocabulary, 1000, rare=0.1, lost=0)

@@ -29,7 +29,7 @@ MAX_DELAY = 1.25
 class _Trial(NamedTuple):
     """A drafted step whose outcome is not known yet."""
 
-    num_rows: int
+    num_live: int
     predicted_seconds: float
     plain_rate: float
     """Tokens per second without drafting."""
@@ -49,15 +49,22 @@ class Controller:
         self._row_gates = RowGates()
         self._plain_probes = PlainProbes()
         self._depths = DraftDepths(max_depth)
+        self._num_live = 0
         self._trial: _Trial | None = None
 
-    def places(self, rows: Sequence[Row]) -> list[int]:
-        """Which of the rows to draft in the coming step: none for a plain one. Ask once a step."""
-        num_rows = len(rows)
-        if not self._batch_gates.wants_draft(num_rows):
-            self._plain_probes.postpone(num_rows)
+    def places(self, rows: Sequence[Row], num_live: int) -> list[int]:
+        """Which of the rows to draft in the coming step: none for a plain one. Ask once a step.
+
+        Args:
+            rows: all that decode.
+            num_live: rows of the batch, those whose prompt is still being read included: a step
+                beside a prompt is drafted where those before and after it are.
+        """
+        self._num_live = num_live
+        if not self._batch_gates.wants_draft(num_live):
+            self._plain_probes.postpone(num_live)
             return []
-        if self._plain_probes.is_due(num_rows, self._batch_gates.recent_gain(num_rows)):
+        if self._plain_probes.is_due(num_live, self._batch_gates.recent_gain(num_live)):
             return []
         return self._row_gates.wanting([row.key for row in rows])
 
@@ -99,7 +106,7 @@ class Controller:
             else self._costs.plain_step_seconds(num_rows, sum(contexts))
         )
         self._trial = _Trial(
-            num_rows=num_rows,
+            num_live=self._num_live,
             predicted_seconds=step_seconds,
             plain_rate=num_rows / plain_seconds,
         )
@@ -140,4 +147,4 @@ class Controller:
         trial, self._trial = self._trial, None
         if trial is not None:
             seconds = min(step_seconds, MAX_DELAY * trial.predicted_seconds)
-            self._batch_gates.observe(trial.num_rows, num_tokens / seconds, trial.plain_rate)
+            self._batch_gates.observe(trial.num_live, num_tokens / seconds, trial.plain_rate)

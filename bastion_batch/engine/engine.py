@@ -385,7 +385,8 @@ class Engine:
         chunks = self._prompt_chunks(rows)
         with clock.stage("draft"):
             is_burst = self._bursts.begin_step(len(rows), has_prompts=bool(chunks))
-            proposal = None if is_burst else self._proposer.draft(rows)
+            num_prefilling = len(batch.live) - len(rows)
+            proposal = None if is_burst else self._proposer.draft(rows, num_prefilling)
         with clock.stage("build"):
             forest = self._proposer.grow(rows, proposal, chunks)
             works = batch.make_room([*forest.works(), *chunks])

@@ -139,13 +139,18 @@ class Proposer:
         self._method = method
         self._nodes_per_row = nodes_per_row
 
-    def draft(self, rows: list[Row]) -> Proposal | None:
-        """Proposals for the rows for which drafting pays, or None for a plain step."""
+    def draft(self, rows: list[Row], num_prefilling: int = 0) -> Proposal | None:
+        """Proposals for the rows for which drafting pays, or None for a plain step.
+
+        Args:
+            rows: all that decode.
+            num_prefilling: live rows whose prompt is still being read.
+        """
         if self._drafter is None or self._method == "ar" or not rows:
             return None
         places = list(range(len(rows)))
         if self._method == "bastion":
-            places = self._controller.places(rows)
+            places = self._controller.places(rows, len(rows) + num_prefilling)
         return self._run(self._drafter, rows, places) if places else None
 
     def _run(self, drafter: Drafter, rows: list[Row], places: list[int]) -> Proposal:

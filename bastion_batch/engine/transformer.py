@@ -157,7 +157,7 @@ class StackOutput(NamedTuple):
     """What a pass leaves."""
 
     hidden_SE: Tensor
-    """After the final norm."""
+    """After the final norm; of the wanted tokens."""
     taps_SF: Tensor | None
     """Outputs of the tapped layers side by side, `[S, T * E]`, in the order asked for."""
 
@@ -180,6 +180,7 @@ class DecoderStack:
         max_position: int,
         plan: Attends,
         taps: tuple[int, ...] = (),
+        wanted_N: Tensor | None = None,
     ) -> StackOutput:
         """Run a pass; keys and values go into the scratch space of the plan's slots.
 
@@ -189,6 +190,8 @@ class DecoderStack:
             max_position: the largest of them.
             plan: how they attend.
             taps: 0-based layers whose outputs are wanted; -1 is the embedding.
+            wanted_N: tokens whose output is wanted, None for all. Of the others the last layer
+                computes keys and values only; it cannot be tapped then.
         """
         x = hidden_SE
         cos, sin = self.rotary.at(positions_S, max_position)
@@ -196,6 +199,8 @@ class DecoderStack:
         for number, layer in enumerate(self.layers):
             heads = self.project(layer, self.norm(x, layer.input_norm), cos, sin)
             attended = plan.attend(number, heads)
+            if wanted_N is not None and number == len(self.layers) - 1:
+                attended, x = attended[wanted_N], x[wanted_N]
             x = layer.output.plus(attended, x)
             x = layer.down.plus(layer.gate_up(self.norm(x, layer.post_norm)), x)
             if number in taps:

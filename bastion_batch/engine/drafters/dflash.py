@@ -58,8 +58,8 @@ class Drafted(NamedTuple):
     """Row after row in the order of the pass; what follows has an entry for each that is true."""
     hidden_SE: Tensor
     best: BestIds
-    anchors_RE: Tensor
-    """The outputs of the slots of all anchors, in the order of the pass."""
+    anchors_RE: Tensor | None
+    """The outputs of the slots of all anchors, in the order of the pass, where they were wanted."""
     order: list[int]
     """The row of every block."""
 
@@ -203,24 +203,43 @@ class DFlashDrafter:
         """One pass over all rows' blocks, every row at its own context length and depth."""
         return self.marginals(self.drafted(rows))
 
-    def drafted(self, rows: Sequence[DraftRow]) -> Drafted:
+    def drafted(self, rows: Sequence[DraftRow], *, with_anchors: bool = False) -> Drafted:
         """The best ids of the slots the rows want, from one pass.
 
-        Only those slots go through the head, which is most of a draft pass.
+        Only those slots go through the end of the last layer and the head, which is most of a pass.
         """
-        hidden_SE, order = self.blocks(rows)
+        order = self._order(rows)
         wanted_RD = np.arange(self.depth) < np.array([rows[p].depth for p in order])[:, None]
         first = self.description.first_prediction_slot
-        slots_RD = np.arange(len(hidden_SE)).reshape(len(order), -1)[:, first : first + self.depth]
-        anchors_RE = hidden_SE[:: self._width]
-        hidden_SE = hidden_SE[to_device(slots_RD[wanted_RD], hidden_SE.device)]
+        slots_RW = np.arange(len(rows) * self._width).reshape(len(rows), self._width)
+        wanted_N = slots_RW[:, first : first + self.depth][wanted_RD]
+        num_slots = len(wanted_N)
+        if with_anchors:
+            wanted_N = np.concatenate([wanted_N, slots_RW[:, 0]])
+        num_padding = self._bucket(len(wanted_N)) - len(wanted_N)
+        outputs_NE = self._outputs(rows, order, np.pad(wanted_N, (0, num_padding), mode="edge"))
+        hidden_SE = outputs_NE[:num_slots]
+        anchors_RE = outputs_NE[num_slots : num_slots + len(rows)] if with_anchors else None
         best = self.head.best(hidden_SE, self._num_ranks)
         return Drafted(wanted_RD, hidden_SE, best, anchors_RE, order)
 
     def blocks(self, rows: Sequence[DraftRow]) -> Blocks:
         """One pass over all rows' blocks."""
+        order = self._order(rows)
+        return Blocks(self._outputs(rows, order), order)
+
+    def _order(self, rows: Sequence[DraftRow]) -> list[int]:
+        """Places of the rows in the order in which their blocks enter a pass."""
+        return pass_order([self._slots[row.key] for row in rows], [False] * len(rows))
+
+    def _outputs(
+        self,
+        rows: Sequence[DraftRow],
+        order: Sequence[int],
+        wanted_N: NDArray[np.integer] | None = None,
+    ) -> Tensor:
+        """Outputs of all slots of the rows' blocks in this order, or of those that are wanted."""
         self.catch_up([row.key for row in rows])
-        order = pass_order([self._slots[row.key] for row in rows], [False] * len(rows))
         slots = [self._slots[rows[place].key] for place in order]
         for place, slot in zip(order, slots, strict=True):
             assert slot.length == len(rows[place].token_ids) - 1, "the drafter lags its row"
@@ -233,7 +252,8 @@ class DFlashDrafter:
             hidden = hidden * self.description.embedding_scale
         at = to_device(positions.ravel(), device)
         plan = self._attention.plan(slots)
-        return Blocks(self._forward(hidden, at, int(positions.max()), plan), order)
+        wanted = None if wanted_N is None else to_device(wanted_N, device)
+        return self._forward(hidden, at, int(positions.max()), plan, wanted)
 
     def block_logits(self, rows: Sequence[DraftRow], num_slots: int | None = None) -> Tensor:
         """Logits `[R, W, U]` of every slot of every row's block, in the order of the rows.
@@ -270,7 +290,13 @@ class DFlashDrafter:
             self._cache.close(slot)
 
     def _forward(
-        self, hidden_SE: Tensor, positions_S: Tensor, max_position: int, plan: Attends
+        self,
+        hidden_SE: Tensor,
+        positions_S: Tensor,
+        max_position: int,
+        plan: Attends,
+        wanted_N: Tensor | None,
     ) -> Tensor:
-        """Outputs of the layers after the final norm, for packed blocks."""
-        return self._stack.forward(hidden_SE, positions_S, max_position, plan).hidden_SE
+        """Outputs of the layers after the final norm, for packed blocks: of the wanted slots."""
+        out = self._stack.forward(hidden_SE, positions_S, max_position, plan, wanted_N=wanted_N)
+        return out.hidden_SE

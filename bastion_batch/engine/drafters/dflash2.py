@@ -101,7 +101,12 @@ class DFlash2Drafter(TransitionDrafter):
         return self._selector.log_probs(drafted.hidden_SE, drafted.best, parents_SP)
 
     def _forward(
-        self, hidden_SE: Tensor, positions_S: Tensor, max_position: int, plan: Attends
+        self,
+        hidden_SE: Tensor,
+        positions_S: Tensor,
+        max_position: int,
+        plan: Attends,
+        wanted_N: Tensor | None,
     ) -> Tensor:
         stack, width, x = self._stack, self._width, hidden_SE
         cos, sin = stack.rotary.at(positions_S, max_position)
@@ -115,4 +120,4 @@ class DFlash2Drafter(TransitionDrafter):
             convolved = around.mlp.before(stack.norm(x, layer.post_norm), width)
             output = layer.down(layer.gate_up(convolved.input_SE))
             x = x + around.mlp.after(output, convolved, width)
-        return stack.norm(x, stack.final_norm)
+        return stack.norm(x if wanted_N is None else x[wanted_N], stack.final_norm)

@@ -37,9 +37,9 @@ class DSparkDrafter(TransitionDrafter):
         """One pass over all rows' blocks."""
         if self._markov.kind != "rnn":
             return super().draft(rows)
-        drafted = self.drafted(rows)
         has_step_before = self.description.first_prediction_slot == 1
-        self._transitions = RecurrentScores(self._markov, drafted, rows, has_step_before)
+        drafted = self.drafted(rows, with_anchors=has_step_before)
+        self._transitions = RecurrentScores(self._markov, drafted, rows)
         return self.marginals(drafted)
 
     def transitions(self, drafted: Drafted, parents_SP: Tensor) -> Tensor:
@@ -56,21 +56,19 @@ class RecurrentScores:
 
     Args:
         markov: the recurrent head.
-        drafted: the candidates.
+        drafted: the candidates; with anchors where their slots, which then predict nothing, move
+            the state first.
         rows: that were drafted, in the caller's order.
-        has_step_before: whether the anchor's slot, which predicts nothing, moves the state first.
     """
 
-    def __init__(
-        self, markov: MarkovBias, drafted: Drafted, rows: Sequence[DraftRow], has_step_before: bool
-    ) -> None:
+    def __init__(self, markov: MarkovBias, drafted: Drafted, rows: Sequence[DraftRow]) -> None:
         self._markov = markov
         self._drafted = drafted
         self._slots_RD = slots_of(drafted)
         self._device = drafted.hidden_SE.device
         self._roots_R = np.array([row.token_ids[-1] for row in rows], np.int64)
         self._states_NN = markov.initial_states(len(rows))
-        if has_step_before:
+        if drafted.anchors_RE is not None:
             back = to_device(np.argsort(drafted.order), self._device)
             roots = to_device(self._roots_R, self._device)
             anchors_RE = drafted.anchors_RE[back]

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bastion_batch.engine.drafters.ranking_loops import best_of, has_loop
+
 PIECE_SLOTS = 8
 """Slots whose logits are reduced together: a piece in float32 stays in a processor's cache."""
 
@@ -34,6 +36,9 @@ def best_tokens(logits_SV: Tensor, num_ranks: int, banned_id: int) -> BestTokens
         num_ranks: K.
         banned_id: a token that is given no probability; one beyond the vocabulary has none.
     """
+    if has_loop(logits_SV):
+        num_ranks = min(num_ranks, logits_SV.shape[1])
+        return BestTokens(*best_of(logits_SV, num_ranks, banned_id))
     pieces = [_best_of(piece, num_ranks, banned_id) for piece in logits_SV.split(PIECE_SLOTS)]
     if len(pieces) == 1:
         return pieces[0]
