@@ -64,6 +64,9 @@ class DraftGate:
     LONG_TRIAL = 4
     PATIENCE = 1.5
     """In a shorter trial the mean must be below zero by so many times its uncertainty."""
+    STAKE = 0.75
+    """Plain steps that a shorter trial may lose in any case: to begin one costs more, and its
+    first steps, of kernels and caches that are not warm, are not what drafting is like."""
     HORIZONS = (16, 128)
     """Drafted steps that the two means go back: one to notice a change, one to be sure."""
 
@@ -110,8 +113,10 @@ class DraftGate:
         self._means = [m + (gain - m) / n for m, n in zip(self._means, counts, strict=True)]
         doubts = [math.sqrt(self._variance / n) for n in counts]
         pairs = list(zip(self._means, doubts, strict=True))
-        patience = 1.0 if self._num_observed >= self.LONG_TRIAL else self.PATIENCE
-        if any(mean < -patience * doubt for mean, doubt in pairs):
+        is_long = self._num_observed >= self.LONG_TRIAL
+        patience = 1.0 if is_long else self.PATIENCE
+        may_end = is_long or self._lost >= self.STAKE
+        if may_end and any(mean < -patience * doubt for mean, doubt in pairs):
             wait = self._wait
             if any(mean < -self.NO_DOUBT * doubt for mean, doubt in pairs):
                 wait = min(max(wait, math.ceil(self._lost / self.MAX_LOSS)), self._max_wait)
@@ -245,6 +250,7 @@ class RowGates:
     def observe(self, keys: Sequence[int], gains: Sequence[float]) -> None:
         """Take note of tokens gained by drafting some rows, less what their drafts cost."""
         for key, gain in zip(keys, gains, strict=True):
+            self._gates[key].lose(-gain)
             self._gates[key].observe(self._step, gain)
 
     def _new(self) -> DraftGate:

@@ -23,7 +23,8 @@ from bastion_batch.engine.row import Row
 from bastion_batch.engine.step import Work
 
 MAX_DELAY = 1.25
-"""A step that took longer than predicted is judged as if by no more than this factor."""
+"""A step that took longer than predicted is judged as if by no more than this factor. One beside a
+prompt, which is predicted less well, is judged as predicted."""
 
 
 class _Trial(NamedTuple):
@@ -33,6 +34,7 @@ class _Trial(NamedTuple):
     predicted_seconds: float
     plain_rate: float
     """Tokens per second without drafting."""
+    max_delay: float
 
 
 class Controller:
@@ -109,6 +111,7 @@ class Controller:
             num_live=self._num_live,
             predicted_seconds=step_seconds,
             plain_rate=num_rows / plain_seconds,
+            max_delay=1.0 if chunks else MAX_DELAY,
         )
         return budget
 
@@ -146,5 +149,5 @@ class Controller:
         """
         trial, self._trial = self._trial, None
         if trial is not None:
-            seconds = min(step_seconds, MAX_DELAY * trial.predicted_seconds)
+            seconds = min(step_seconds, trial.max_delay * trial.predicted_seconds)
             self._batch_gates.observe(trial.num_live, num_tokens / seconds, trial.plain_rate)
