@@ -147,7 +147,16 @@ def test_many_prompts_equal_transformers(models, kept_reference, method, num_pro
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "max_batch",
-    [1, pytest.param(8, marks=pytest.mark.xfail(reason="1 of 32 rows differs at 4 ulps"))],
+    [
+        1,
+        pytest.param(
+            8,
+            marks=pytest.mark.xfail(
+                reason="about one of 90 first differences is at 3 ulps; trees depend on timing",
+                strict=False,
+            ),
+        ),
+    ],
 )
 @pytest.mark.usefixtures("all_threads")
 def test_bfloat16_differs_from_transformers_at_near_ties_only(models, max_batch):
