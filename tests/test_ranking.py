@@ -1,5 +1,7 @@
 """The best tokens by blocks are those that sorting the vocabulary finds."""
 
+import math
+
 import pytest
 import torch
 
@@ -60,3 +62,18 @@ def test_certainty_has_log_probability_zero():
     assert found.token_ids_SK[0, 0] == 77
     assert found.log_probs_SK[0, 0] == 0
     assert (found.log_probs_SK <= 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_cpu_the_first_of_equals_is_taken_and_what_is_no_number_never(dtype):
+    logits = torch.zeros(3, 5 * BLOCK_SIZE, dtype=dtype)
+    logits[0, [3, 70, 90]] = torch.nan
+    logits[1] = torch.nan
+    logits[2, [90, 40]] = 2.0
+    found = best_tokens(logits, 4, 0)
+    assert found.token_ids_SK.tolist()[0] == [1, 2, 4, 5]
+    assert found.token_ids_SK.tolist()[2] == [40, 90, 1, 2]
+    torch.testing.assert_close(found.log_probs_SK[0], torch.full((4,), -math.log(156)))
+    assert (found.log_probs_SK[1] == -torch.inf).all()
+    none = best_tokens(logits[:0], 4, 0)
+    assert none.token_ids_SK.shape == none.log_probs_SK.shape == (0, 4)

@@ -35,6 +35,7 @@ class _Trial(NamedTuple):
     plain_rate: float
     """Tokens per second without drafting."""
     max_delay: float
+    """By what factor it may have taken longer than predicted and be judged by that."""
 
 
 class Controller:
