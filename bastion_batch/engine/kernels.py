@@ -75,7 +75,8 @@ def rotate_heads(
 def argmax(logits_NV: Tensor) -> Tensor:
     """Index of the largest logit of each row, the lowest index on ties; NaN do not count.
 
-    Torch's own takes about ten times as long (3.5 for 0.4 ms, 64 of 49,152), and which of several it gives is not said.
+    Torch's own takes about ten times as long (3.5 for 0.4 ms, 64 of 49,152), and which of several it
+    gives is not said.
     """
     best_N = torch.empty(len(logits_NV), dtype=torch.int64)
     _argmax(

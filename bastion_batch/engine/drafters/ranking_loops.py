@@ -1,7 +1,7 @@
 """The best tokens of every slot in one compiled loop: bfloat16 or float32 logits on a CPU.
 
-Torch takes eight calls over the vocabulary, each with its own passes through memory. Here a slot's
-logits are widened once, stay in the processor's cache, and are looked through by blocks.
+Torch takes a call, with its own way through memory, for every small step. Here a slot's logits are
+widened once, stay in the processor's cache, and are looked through by blocks.
 """
 
 import numpy as np
