@@ -4,6 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bastion_batch.engine.buckets import coarse, exact
 from bastion_batch.engine.drafters.pending import PLACES_PER_ROW, PendingTaps
 
 NUM_FEATURES = 3
@@ -33,10 +34,12 @@ def test_rows_get_back_what_was_put_by_for_them(steps):
             features = torch.tensor(tokens, dtype=torch.float32)[:, None].expand(-1, NUM_FEATURES)
             pending.put(list(counts), list(counts.values()), features)
         elif action == "take":
-            counts, features = pending.take(what)
+            counts, features = pending.take(what, coarse)
             expected = [waiting.pop(key, []) for key in what]
             assert counts == [len(part) for part in expected]
-            assert features[:, 0].tolist() == [float(t) for part in expected for t in part]
+            tokens = [float(t) for part in expected for t in part]
+            padding = tokens[-1:] * (coarse(len(tokens)) - len(tokens))
+            assert features[:, 0].tolist() == tokens + padding
         else:
             pending.drop(what)
             waiting.pop(what, None)
@@ -52,4 +55,21 @@ def test_places_are_used_again_without_end():
         pending.put([key], [2], torch.full((2, NUM_FEATURES), float(key)))
         pending.drop(key - 2)
     assert pending.held_bytes <= 4 * pending.bytes_per_row
-    assert pending.take([999, 998]).features_SF[:, 0].tolist() == [999, 999, 998, 998]
+    assert pending.take([999, 998], exact).features_SF[:, 0].tolist() == [999, 999, 998, 998]
+
+
+@proven
+@given(
+    st.lists(st.integers(0, PLACES_PER_ROW), max_size=20),
+    st.integers(1, 3 * PLACES_PER_ROW),
+)
+def test_batches_hold_every_waiting_row_once_and_as_many_as_fit(counts, num_tokens):
+    pending = PendingTaps(NUM_FEATURES, torch.float32, torch.device("cpu"))
+    for key, count in enumerate(counts):
+        pending.put([key], [count], torch.zeros(count, NUM_FEATURES))
+    batches = list(pending.in_batches(range(len(counts)), num_tokens))
+    assert [key for batch in batches for key in batch] == [k for k, n in enumerate(counts) if n]
+    sizes = [sum(counts[key] for key in batch) for batch in batches]
+    assert all(n <= num_tokens or len(b) == 1 for n, b in zip(sizes, batches, strict=True))
+    first_of_next = [counts[batch[0]] for batch in batches[1:]]
+    assert all(n + more > num_tokens for n, more in zip(sizes, first_of_next, strict=False))

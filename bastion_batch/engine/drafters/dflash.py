@@ -41,6 +41,10 @@ from bastion_batch.engine.transformer import DecoderStack, Layer, Rotary, layer_
 NUM_RANKS = 32
 """K: candidates kept per position. A tree of 512 nodes seldom asks for more at one position."""
 
+PROJECTED_TOKENS = 256
+"""About how many context tokens are projected together: their features stay in a core's cache, and
+fewer take longer each."""
+
 
 class Blocks(NamedTuple):
     """What a pass computed: the outputs of all slots of the rows' blocks."""
@@ -175,22 +179,25 @@ class DFlashDrafter:
         return self._pending.num_tokens(key)
 
     def catch_up(self, keys: Sequence[int]) -> None:
-        """Project what was put by for some rows, all of it at once."""
-        keys = [key for key in keys if self._pending.num_tokens(key)]
-        if keys:
-            self._project(keys, *self._pending.take(keys))
+        """Project what was put by for some rows."""
+        for together in self._pending.in_batches(keys, PROJECTED_TOKENS):
+            self._project(together, *self._pending.take(together, self._bucket))
 
     def _project(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
-        """Fill every layer's keys and values of the next context tokens of some rows."""
+        """Fill every layer's keys and values of the next context tokens of some rows.
+
+        The features may be followed by padding, up to the bucket's size.
+        """
         slots = [self._slots[key] for key in keys]
         starts = [slot.length for slot in slots]
         positions = np.concatenate(
             [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
         )
         plan = StorePlan(self._cache, slots, counts)
-        num_padding = self._bucket(len(positions)) - len(positions)
-        features_SF = F.pad(features_SF, (0, 0, 0, num_padding))
-        positions = np.pad(positions, (0, num_padding))
+        num_tokens = self._bucket(len(positions))
+        positions = np.pad(positions, (0, num_tokens - len(positions)))
+        if len(features_SF) < num_tokens:
+            features_SF = F.pad(features_SF, (0, 0, 0, num_tokens - len(features_SF)))
         fused = self._stack.norm(self._fuse(features_SF), self._fuse_norm)
         at = to_device(positions, self._target.device)
         cos, sin = self._stack.rotary.at(at, int(positions.max()))

@@ -6,13 +6,14 @@ number of places per row, so that its memory is counted and a late draft finds t
 Shape letters: S tokens, F features of a token (T taps of E values each).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from bastion_batch.engine.buckets import Bucket
 from bastion_batch.engine.transfer import to_device
 
 PLACES_PER_ROW = 64
@@ -25,6 +26,7 @@ class Backlog(NamedTuple):
 
     counts: list[int]
     features_SF: Tensor
+    """Padded with copies of the last."""
 
 
 class PendingTaps:
@@ -68,20 +70,37 @@ class PendingTaps:
         """Put tokens by, after those of the same rows; requires room for them."""
         places: list[int] = []
         for key, count in zip(keys, counts, strict=True):
-            assert self.has_room(key, count), "a row's backlog is projected before it overflows"
-            first = self._place_of(key) + self.num_tokens(key)
+            taken = self._counts.get(key, 0)
+            assert taken + count <= PLACES_PER_ROW, "a backlog is projected before it overflows"
+            first = self._place_of(key) + taken
             places.extend(range(first, first + count))
-            self._counts[key] = self.num_tokens(key) + count
+            self._counts[key] = taken + count
         self._buffer.index_copy_(0, self._index(places), features_SF)
 
-    def take(self, keys: Sequence[int]) -> Backlog:
-        """Take out all tokens of some rows."""
+    def in_batches(self, keys: Sequence[int], num_tokens: int) -> Iterator[list[int]]:
+        """The rows that have tokens put by, in batches of about so many tokens."""
+        batch: list[int] = []
+        total = 0
+        for key in keys:
+            count = self.num_tokens(key)
+            if batch and total + count > num_tokens:
+                yield batch
+                batch, total = [], 0
+            if count:
+                batch.append(key)
+                total += count
+        if batch:
+            yield batch
+
+    def take(self, keys: Sequence[int], bucket: Bucket) -> Backlog:
+        """Take out all tokens of some rows, padded to the bucket's size."""
         counts = [self._counts.pop(key, 0) for key in keys]
         places: list[int] = []
         for key, count in zip(keys, counts, strict=True):
             if count:
                 first = self._first_places[key]
                 places.extend(range(first, first + count))
+        places += places[-1:] * (bucket(len(places)) - len(places))
         return Backlog(counts, self._buffer.index_select(0, self._index(places)))
 
     def drop(self, key: int) -> None:
@@ -92,11 +111,12 @@ class PendingTaps:
             self._free.append(first)
 
     def _place_of(self, key: int) -> int:
-        if key not in self._first_places:
+        first = self._first_places.get(key)
+        if first is None:
             if not self._free:
                 self._grow()
-            self._first_places[key] = self._free.pop()
-        return self._first_places[key]
+            first = self._first_places[key] = self._free.pop()
+        return first
 
     def _grow(self) -> None:
         """Double the rows that fit."""
