@@ -12,10 +12,11 @@ from tiny_checkpoint import save_tiny_checkpoint
 from transformers import AutoModelForCausalLM
 
 from bastion_batch.bench.blocks import Arm, LiveRows, alternate, run_block
-from bastion_batch.bench.checks import measure_flatness, measure_overhead, measure_useless
+from bastion_batch.bench.checks import measure_overhead, measure_useless
 from bastion_batch.bench.drafter import _Answer
 from bastion_batch.bench.drafter import report as report_of
 from bastion_batch.bench.envelope import Acceptance
+from bastion_batch.bench.flatness import measure_flatness
 from bastion_batch.bench.peers import engine_arm, measure_peers, transformers_arm
 from bastion_batch.bench.prediction import measure_prediction
 from bastion_batch.bench.ratios import Share, paired_ratio
@@ -300,9 +301,10 @@ def test_the_checks_report_what_they_ask(setting):
         assert part["verify_seconds"] > 0
     flatness = measure_flatness(bench, 2, silent, early=20, late=150, window=10)["flatness"]
     assert flatness["added_kv_bytes"] == 130 * 2 * 2 * 2 * 2 * 8 * 4, "rows, layers, k and v, heads"
-    assert flatness["allowed_added_seconds"] > 0
-    low, high = flatness["added_seconds_interval"]
-    assert low <= flatness["added_seconds"] <= high
+    assert flatness["seconds_at_full_bandwidth"] > 0
+    for name in ("added_seconds", "read_seconds"):
+        low, high = flatness[f"{name}_interval"]
+        assert low <= flatness[name] <= high
     assert flatness["holds"] == (flatness["added_seconds"] <= flatness["allowed_added_seconds"])
     useless = measure_useless(bench, 2, silent, num_blocks=4)["useless"]
     assert useless["num_steps"] == 100

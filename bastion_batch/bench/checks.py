@@ -1,4 +1,4 @@
-"""Single questions about the engine: its overhead, a step's growth with context, a bad drafter."""
+"""Single questions about the engine: its overhead, and what a bad drafter costs it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,19 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bastion_batch.bench.blocks import Arm, LiveRows, alternate
-from bastion_batch.bench.ratios import Ratio, estimate, paired_ratio
+from bastion_batch.bench.ratios import Ratio, paired_ratio
 from bastion_batch.bench.setup import Bench
-from bastion_batch.engine.device import device_speed
 from bastion_batch.engine.drafters.dflash import DFlashDrafter
 from bastion_batch.engine.drafters.loading import load_drafter
-from bastion_batch.records import Completion, Method, SamplingParams, StepTiming
+from bastion_batch.records import Completion, Method, StepTiming
 
 STAGES = ("prefill", "draft", "build", "verify", "commit", "other")
-EARLY, LATE, WINDOW = 100, 1500, 50
-"""Output positions whose step times are compared, each with so many on either side of it."""
-FLATNESS_BLOCK_STEPS = 10
-KV_ALLOWANCE = 1.25
-"""Of the time to read the KV that a longer context adds."""
 USELESS_BLOCKS, USELESS_BLOCK_STEPS = 20, 25
 
 Progress = Callable[[str], None]
@@ -88,58 +82,6 @@ def _overhead(timings: Sequence[StepTiming]) -> dict[str, float]:
         "largest_gap_of_stages": round(float(gap.max()), 5),
         **{f"{name}_share": round(float(stages[name].sum() / step.sum()), 4) for name in STAGES},
     }
-
-
-def measure_flatness(
-    bench: Bench,
-    batch_size: int,
-    progress: Progress,
-    *,
-    early: int = EARLY,
-    late: int = LATE,
-    window: int = WINDOW,
-) -> dict[str, Any]:
-    """Step time late in a long output against early, and what the added KV explains; JSON-able.
-
-    Rows around both positions take turns, so that a machine that slows down slows both.
-    """
-    arms = [
-        _around("early", bench, batch_size, early, window),
-        _around("late", bench, batch_size, late, window),
-    ]
-    groups = alternate(
-        arms, seconds=bench.config.seconds, block_steps=FLATNESS_BLOCK_STEPS, progress=progress
-    )
-    early_G, late_G = (
-        np.array([group[arm].seconds / group[arm].num_steps for group in groups])
-        for arm in range(len(arms))
-    )
-    bandwidth = device_speed(bench.target.device, bench.target.dtype).bandwidth
-    added_bytes = (late - early) * batch_size * bench.target.new_cache().bytes_per_token
-    added = estimate(late_G - early_G)
-    allowed = KV_ALLOWANCE * added_bytes / bandwidth
-    return {
-        "batch": batch_size,
-        "flatness": {
-            "num_groups": len(groups),
-            "early_step_seconds": round(float(np.median(early_G)), 6),
-            "late_step_seconds": round(float(np.median(late_G)), 6),
-            "added_seconds": round(added.median, 6),
-            "added_seconds_interval": [round(added.low, 6), round(added.high, 6)],
-            "added_kv_bytes": added_bytes,
-            "bandwidth_bytes_per_second": round(bandwidth),
-            "allowed_added_seconds": round(allowed, 6),
-            "holds": bool(added.median <= allowed),
-        },
-    }
-
-
-def _around(name: str, bench: Bench, batch_size: int, position: int, window: int) -> Arm:
-    """Plain decoding of rows from `window` output tokens before a position to as many after it."""
-    engine = bench.engine(batch_size, None, "ar")
-    sampling = SamplingParams(max_new_tokens=position + window, ignore_eos=True)
-    rows = LiveRows(engine, bench.prompts, sampling, num_made_up=position - window)
-    return Arm(name, rows, "ar")
 
 
 def measure_useless(

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from bastion_batch.bench import recording
-from bastion_batch.bench.checks import measure_flatness, measure_overhead, measure_useless
+from bastion_batch.bench.checks import measure_overhead, measure_useless
 from bastion_batch.bench.drafter import drafter_lines, measure_drafter
 from bastion_batch.bench.envelope import measure_methods
+from bastion_batch.bench.flatness import measure_flatness
 from bastion_batch.bench.peers import measure_peers
 from bastion_batch.bench.picture import draw, require_matplotlib
 from bastion_batch.bench.prediction import measure_prediction
