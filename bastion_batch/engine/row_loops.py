@@ -32,6 +32,8 @@ from bastion_batch.engine.vectors import (
 _FAST = {"reassoc", "contract", "nsz"}  # sums may be reordered; infinities and NaN stay
 _AHEAD = 16
 """How many keys ahead memory is fetched: a processor does not do it beyond a page."""
+_FETCHED = 8
+"""Of how many keys the values are fetched beside the softmax of a query, which needs no memory."""
 _ROW_FIELDS = _UNIT_FIELDS = 8
 _JOB_FIELDS = 20
 
@@ -73,9 +75,20 @@ def _queries(heads_SHD, first_token, q_head, num_tokens, group, out_QD):  # noqa
             out_QD[np.uint64(i), lane] = widen(query_D[d]) * scale
 
 
+@compiled(error_model="numpy")
+def _fetch(first, entry_bytes, num_entries, size):  # noqa: ANN001, ANN202
+    """Have the first `size` bytes of entries that lie `entry_bytes` apart brought near."""
+    for entry in range(first, first + num_entries * entry_bytes, entry_bytes):
+        for place in range(entry, entry + size, 64):
+            prefetch(place)
+
+
 @compiled(fastmath=_FAST, error_model="numpy")
-def _scores(q_QD, entries_ED, line, step, num_heads, num_keys, scores_QK):  # noqa: ANN001, ANN202
-    """Of every query with the keys of its head, a `step` of lines apart, in their order."""
+def _scores(q_QD, used, entries_ED, line, step, num_heads, num_keys, scores_QK):  # noqa: ANN001, ANN202
+    """Of every head's `used` queries with its keys, a `step` of lines apart, in their order.
+
+    What comes soon is fetched meanwhile: keys, in the end the first values.
+    """
     size_D = entries_ED.shape[1]
     each = len(q_QD) // num_heads
     line_bytes = size_D * entries_ED.itemsize
@@ -83,17 +96,18 @@ def _scores(q_QD, entries_ED, line, step, num_heads, num_keys, scores_QK):  # no
     queries, query_bytes = q_QD.ctypes.data, 4 * size_D
     scores, score_bytes = scores_QK.ctypes.data, 4 * scores_QK.shape[1]
     key_bytes = step * line_bytes
+    first_value = key + step // 2 * line_bytes
     for k in range(0, num_keys, NUM_KEYS):
-        for entry in range(
-            key + _AHEAD * key_bytes, key + (_AHEAD + NUM_KEYS) * key_bytes, key_bytes
-        ):
-            for place in range(entry, entry + num_heads * line_bytes, 64):
-                prefetch(place)
+        coming = key + _AHEAD * key_bytes
+        if k + _AHEAD >= num_keys:
+            coming = first_value + (k + _AHEAD - num_keys) * key_bytes
+        _fetch(coming, key_bytes, NUM_KEYS, num_heads * line_bytes)
         for head in range(num_heads):
             for q in range(head * each, (head + 1) * each, NUM_QUERIES):
                 score_block(
                     queries + q * query_bytes,
                     query_bytes,
+                    min(head * each + used - q, NUM_QUERIES),
                     key + head * line_bytes,
                     key_bytes,
                     num_keys - k,
@@ -106,8 +120,8 @@ def _scores(q_QD, entries_ED, line, step, num_heads, num_keys, scores_QK):  # no
 
 
 @compiled(fastmath=_FAST, error_model="numpy")
-def _weighted_values(weights_QK, entries_ED, line, step, num_heads, num_keys, sums_QD):  # noqa: ANN001, ANN202
-    """The weighted sums of the values of every head."""
+def _weighted_values(weights_QK, used, entries_ED, line, step, num_heads, num_keys, sums_QD):  # noqa: ANN001, ANN202
+    """The weighted sums of the values of every head, for its `used` queries."""
     size_D = entries_ED.shape[1]
     each = len(sums_QD) // num_heads
     line_bytes, weight_bytes = size_D * entries_ED.itemsize, 4 * weights_QK.shape[1]
@@ -117,6 +131,7 @@ def _weighted_values(weights_QK, entries_ED, line, step, num_heads, num_keys, su
         add_weighted_four(
             weights_QK.ctypes.data + weight_bytes * q,
             weight_bytes,
+            min(used - q % each, NUM_QUERIES),
             value + q // each * line_bytes,
             step * line_bytes,
             _AHEAD * step * line_bytes if is_first else 0,
@@ -150,19 +165,27 @@ def _attend_unit(heads_SHD, entries_ED, row, unit, visible, num_q_heads, sums_PD
     scores_QK = np.empty((num_heads * each, in_vectors), np.float32)
     step = 2 * num_kv_heads
     line = (first_entry + first_key) * step + first_head
-    _scores(q_QD, entries_ED, line, step, num_heads, num_keys, scores_QK)
+    _scores(q_QD, used, entries_ED, line, step, num_heads, num_keys, scores_QK)
     first_own = max(first_key, context)
     num_own = max(last_key - first_own, 0)
     first_place = first_part + part * size * num_q_heads
+    entry_bytes, line_bytes = step * size_D * entries_ED.itemsize, size_D * entries_ED.itemsize
+    values, num_fetched = entries_ED.ctypes.data + (line + num_kv_heads) * line_bytes, _AHEAD
     for head in range(num_heads):
         for i in range(used):
+            num_more = max(min(_FETCHED, num_keys - num_fetched), 0)
+            first = values + num_fetched * entry_bytes
+            _fetch(first, entry_bytes, num_more, num_heads * line_bytes)
+            num_fetched += num_more
             q, token = head * each + i, start + i // group
             seen_T = visible[mask + token * size + first_own - context :][:num_own]
             most, total = _softmax(scores_QK[q], num_keys, seen_T)
             place = first_place + token * num_q_heads + (first_head + head) * group + i % group
             softmax_P2[place, 0], softmax_P2[place, 1] = most, total
     sums_QD = q_QD  # not needed any more
-    _weighted_values(scores_QK, entries_ED, line + num_kv_heads, step, num_heads, num_keys, sums_QD)
+    _weighted_values(
+        scores_QK, used, entries_ED, line + num_kv_heads, step, num_heads, num_keys, sums_QD
+    )
     for head in range(num_heads):
         for i in range(used):
             token, q_head = start + i // group, (first_head + head) * group + i % group

@@ -1,4 +1,4 @@
-"""Products of four queries with the keys and values of a row, in the compiler's vectors.
+"""Products of up to four queries with the keys and values of a row, in the compiler's vectors.
 
 Written out because a compiler that vectorises loops by itself sums every product across its lanes
 alone, widens bfloat16 by shuffles and keeps sums in memory. Here the products of four queries with
@@ -10,6 +10,7 @@ Queries and sums lie as words do: `[0, 2, 4, ..., 1, 3, 5, ...]` of a head in bf
 as they are in float32.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -49,35 +50,49 @@ def lane_of(_context, d, size_d, like):  # noqa: ANN001, ANN201
 
 @instruction
 def score_block(  # noqa: ANN201
-    _context, queries, query_bytes, key, key_bytes, num_keys, size_d, scores, score_bytes, like  # noqa: ANN001
+    _context,  # noqa: ANN001
+    queries,  # noqa: ANN001
+    query_bytes,  # noqa: ANN001
+    num_queries,  # noqa: ANN001
+    key,  # noqa: ANN001
+    key_bytes,  # noqa: ANN001
+    num_keys,  # noqa: ANN001
+    size_d,  # noqa: ANN001
+    scores,  # noqa: ANN001
+    score_bytes,  # noqa: ANN001
+    like,  # noqa: ANN001
 ):  # fmt: skip
-    """Products of four queries, `query_bytes` apart, with four keys, `key_bytes` apart.
+    """Products of up to four queries, `query_bytes` apart, with four keys, `key_bytes` apart.
 
-    Where there are fewer than four, the last one's are given again. The four of a query are stored
-    side by side, the next query's `score_bytes` further. Arguments are addresses and sizes; `like`
-    is a stored value.
+    Where there are fewer than four keys, the last one's are given again; where there are fewer than
+    four queries, zeros. The four of a query are stored side by side, the next query's `score_bytes`
+    further. Arguments are addresses and sizes; `like` is a stored value.
     """
     layout = Layout.of(like)
 
     def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
-        queries, query_bytes, key, key_bytes, num_keys, size_d, scores, score_bytes, _ = args
+        queries, query_bytes, num_queries, key, key_bytes, num_keys, size_d = args[:7]
+        scores, score_bytes, _ = args[7:]
         keys = []
         for k in range(NUM_KEYS):
             is_there = builder.icmp_signed("<", _LONG(k), num_keys)
             place = builder.select(is_there, _LONG(k), builder.sub(num_keys, _LONG(1)))
             keys.append(builder.add(key, builder.mul(key_bytes, place)))
         sums_QK = [[_zeroed(builder) for _ in keys] for _ in range(NUM_QUERIES)]
-        with cgutils.for_range(builder, builder.udiv(size_d, _LONG(STEP))) as loop:
-            places = layout.places(builder, size_d, loop.index)
-            values_QP = []
-            for q in range(NUM_QUERIES):
-                query = builder.add(queries, builder.mul(query_bytes, _LONG(q)))
-                values_QP.append([_load(builder, _FLOATS, builder.add(query, p)) for p in places])
-            for k, at in enumerate(keys):
-                parts = layout.values(builder, at, loop.index)
-                for values_P, sums_K in zip(values_QP, sums_QK, strict=True):
-                    for values, part in zip(values_P, parts, strict=True):
-                        _add_product(builder, sums_K[k], values, part)
+        for count in _counts(builder, num_queries):
+            with cgutils.for_range(builder, builder.udiv(size_d, _LONG(STEP))) as loop:
+                places = layout.places(builder, size_d, loop.index)
+                values_QP = []
+                for q in range(count):
+                    query = builder.add(queries, builder.mul(query_bytes, _LONG(q)))
+                    values_QP.append(
+                        [_load(builder, _FLOATS, builder.add(query, p)) for p in places]
+                    )
+                for k, at in enumerate(keys):
+                    parts = layout.values(builder, at, loop.index)
+                    for values_P, sums_K in zip(values_QP, sums_QK[:count], strict=True):
+                        for values, part in zip(values_P, parts, strict=True):
+                            _add_product(builder, sums_K[k], values, part)
         totals = [builder.load(total) for sums_K in sums_QK for total in sums_K]
         across = _across_lanes(builder, totals)
         for q in range(NUM_QUERIES):
@@ -89,14 +104,24 @@ def score_block(  # noqa: ANN201
             builder.store(own, builder.inttoptr(at, kind.as_pointer()), align=4)
         return key
 
-    return types.int64(*[types.int64] * 8, like), generate
+    return types.int64(*[types.int64] * 9, like), generate
 
 
 @instruction
 def add_weighted_four(  # noqa: ANN201
-    _context, weights, weight_bytes, value, value_bytes, ahead, num_values, sums, size_d, like  # noqa: ANN001
+    _context,  # noqa: ANN001
+    weights,  # noqa: ANN001
+    weight_bytes,  # noqa: ANN001
+    num_queries,  # noqa: ANN001
+    value,  # noqa: ANN001
+    value_bytes,  # noqa: ANN001
+    ahead,  # noqa: ANN001
+    num_values,  # noqa: ANN001
+    sums,  # noqa: ANN001
+    size_d,  # noqa: ANN001
+    like,  # noqa: ANN001
 ):  # fmt: skip
-    """Weighted sums of `num_values` values, `value_bytes` apart, for four queries.
+    """Weighted sums of `num_values` values, `value_bytes` apart, for up to four queries.
 
     The weights of a query lie side by side, those of the next `weight_bytes` further; the sums of
     the queries follow each other. With each value, what lies `ahead` bytes further is fetched.
@@ -104,13 +129,12 @@ def add_weighted_four(  # noqa: ANN201
     layout = Layout.of(like)
 
     def generate(_context, builder, _signature, args):  # noqa: ANN001, ANN202
-        weights, weight_bytes, value, value_bytes, ahead, num_values, sums, size_d, _ = args
+        weights, weight_bytes, num_queries, value, value_bytes = args[:5]
+        ahead, num_values, sums, size_d, _ = args[5:]
 
-        def add(steps: list[Any]) -> None:
+        def add(steps: list[Any], count: int) -> None:
             """The sums of some steps of the head."""
-            sums_QP = [
-                [_zeroed(builder) for _ in range(PARTS * len(steps))] for _ in range(NUM_QUERIES)
-            ]
+            sums_QP = [[_zeroed(builder) for _ in range(PARTS * len(steps))] for _ in range(count)]
             with cgutils.for_range(builder, num_values) as loop:
                 at = builder.add(value, builder.mul(loop.index, value_bytes))
                 parts = []
@@ -131,14 +155,22 @@ def add_weighted_four(  # noqa: ANN201
                     builder.store(builder.load(total), pointer, align=4)
 
         num_steps = builder.udiv(size_d, _LONG(STEP))
-        with cgutils.for_range(builder, builder.udiv(num_steps, _LONG(2))) as pair:
-            step = builder.mul(pair.index, _LONG(2))
-            add([step, builder.add(step, _LONG(1))])
-        with builder.if_then(builder.trunc(num_steps, ir.IntType(1))):
-            add([builder.sub(num_steps, _LONG(1))])
+        for count in _counts(builder, num_queries):
+            with cgutils.for_range(builder, builder.udiv(num_steps, _LONG(2))) as pair:
+                step = builder.mul(pair.index, _LONG(2))
+                add([step, builder.add(step, _LONG(1))], count)
+            with builder.if_then(builder.trunc(num_steps, ir.IntType(1))):
+                add([builder.sub(num_steps, _LONG(1))], count)
         return value
 
-    return types.int64(*[types.int64] * 8, like), generate
+    return types.int64(*[types.int64] * 9, like), generate
+
+
+def _counts(builder: Any, num_queries: Any) -> Iterator[int]:  # noqa: ANN401
+    """Every number of queries, each while building what is done if there are so many."""
+    for count in range(1, NUM_QUERIES + 1):
+        with builder.if_then(builder.icmp_signed("==", num_queries, _LONG(count))):
+            yield count
 
 
 class Layout(NamedTuple):
