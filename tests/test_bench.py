@@ -296,7 +296,7 @@ def test_the_checks_report_what_they_ask(setting):
     contexts = prediction["prediction"]["contexts"]
     assert list(contexts) == ["40", "90"]
     for part in contexts.values():
-        assert part["num_steps"] >= 8
+        assert part["num_steps"] == 10
         assert 0 <= part["median_error"] <= part["ninth_decile_error"]
         assert part["verify_seconds"] > 0
     flatness = measure_flatness(bench, 2, silent, early=20, late=150, window=10)["flatness"]
@@ -310,6 +310,13 @@ def test_the_checks_report_what_they_ask(setting):
     assert useless["num_steps"] == 100
     assert useless["bastion/ar"]["num_groups"] == 4
     assert useless["bastion/ar_after_a_quarter"]["num_groups"] == 3
+
+
+def test_predictions_are_of_the_full_batch_however_long_its_prompts_take(setting, monkeypatch):
+    bench = Bench.load(BenchConfig(**setting))
+    monkeypatch.setattr("bastion_batch.engine.engine.prompt_room", lambda *args: 4)
+    prediction = measure_prediction(bench, 8, silent, contexts=(90,), counted_steps=10)
+    assert prediction["prediction"]["contexts"]["90"]["num_steps"] == 10
 
 
 def test_peers_decode_the_same_prompts(setting):

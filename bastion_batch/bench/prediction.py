@@ -48,7 +48,7 @@ def measure_prediction(
 def _timings(
     bench: Bench, engine: Engine, context: int, counted_steps: int
 ) -> Sequence[StepTiming]:
-    """The counted steps of rows whose contexts are about so long."""
+    """The counted steps, without prompts, of rows whose contexts are about so long."""
     prompt = max(len(prompt) for prompt in bench.prompts)
     made_up = max(1, context - prompt)
     most = TOKENS_PER_STEP * (WARM_STEPS + counted_steps)
@@ -59,17 +59,17 @@ def _timings(
     )
     timings: dict[int, StepTiming] = {}
     rows = LiveRows(engine, bench.prompts, sampling, num_made_up=made_up)
-    while engine.totals.num_row_steps < (WARM_STEPS + counted_steps) * engine.max_batch:
-        rows.step()
+    num_steps = 0
+    while num_steps < WARM_STEPS + counted_steps:
+        num_steps += not rows.step().totals.num_prefill_tokens
     for row_id, sample_index in list(engine.num_tokens()):
         exported = engine.export(row_id, sample_index)
         timings |= {record.timing.step: record.timing for record in exported.records}
-    return [timings[step] for step in sorted(timings)][-counted_steps:]
+    passes = [timings[step] for step in sorted(timings) if not timings[step].prefill_tokens]
+    return passes[-counted_steps:]
 
 
-def _errors(timings: Sequence[StepTiming]) -> dict[str, float]:
-    """Of the passes without prompts."""
-    passes = [timing for timing in timings if not timing.prefill_tokens]
+def _errors(passes: Sequence[StepTiming]) -> dict[str, float]:
     predicted, taken, nodes = (
         np.array(values)
         for values in zip(

@@ -50,17 +50,8 @@ def lane_of(_context, d, size_d, like):  # noqa: ANN001, ANN201
 
 @instruction
 def score_block(  # noqa: ANN201
-    _context,  # noqa: ANN001
-    queries,  # noqa: ANN001
-    query_bytes,  # noqa: ANN001
-    num_queries,  # noqa: ANN001
-    key,  # noqa: ANN001
-    key_bytes,  # noqa: ANN001
-    num_keys,  # noqa: ANN001
-    size_d,  # noqa: ANN001
-    scores,  # noqa: ANN001
-    score_bytes,  # noqa: ANN001
-    like,  # noqa: ANN001
+    _context, queries, query_bytes, num_queries, key, key_bytes, num_keys, size_d,  # noqa: ANN001
+    scores, score_bytes, like  # noqa: ANN001
 ):  # fmt: skip
     """Products of up to four queries, `query_bytes` apart, with four keys, `key_bytes` apart.
 
@@ -109,17 +100,8 @@ def score_block(  # noqa: ANN201
 
 @instruction
 def add_weighted_four(  # noqa: ANN201
-    _context,  # noqa: ANN001
-    weights,  # noqa: ANN001
-    weight_bytes,  # noqa: ANN001
-    num_queries,  # noqa: ANN001
-    value,  # noqa: ANN001
-    value_bytes,  # noqa: ANN001
-    ahead,  # noqa: ANN001
-    num_values,  # noqa: ANN001
-    sums,  # noqa: ANN001
-    size_d,  # noqa: ANN001
-    like,  # noqa: ANN001
+    _context, weights, weight_bytes, num_queries, value, value_bytes, ahead, num_values,  # noqa: ANN001
+    sums, size_d, like  # noqa: ANN001
 ):  # fmt: skip
     """Weighted sums of `num_values` values, `value_bytes` apart, for up to four queries.
 
