@@ -16,7 +16,7 @@ from bastion_batch.bench.checks import measure_overhead, measure_useless
 from bastion_batch.bench.drafter import _Answer
 from bastion_batch.bench.drafter import report as report_of
 from bastion_batch.bench.envelope import Acceptance
-from bastion_batch.bench.flatness import measure_flatness
+from bastion_batch.bench.flatness import _reading, measure_flatness
 from bastion_batch.bench.peers import engine_arm, measure_peers, transformers_arm
 from bastion_batch.bench.prediction import measure_prediction
 from bastion_batch.bench.ratios import Share, paired_ratio
@@ -317,6 +317,18 @@ def test_predictions_are_of_the_full_batch_however_long_its_prompts_take(setting
     monkeypatch.setattr("bastion_batch.engine.engine.prompt_room", lambda *args: 4)
     prediction = measure_prediction(bench, 8, silent, contexts=(90,), counted_steps=10)
     assert prediction["prediction"]["contexts"]["90"]["num_steps"] == 10
+
+
+def test_a_stack_that_reads_other_memory_decodes_the_same_text(setting):
+    bench = Bench.load(BenchConfig(**setting))
+    num_layers = bench.target.stack.config.num_layers
+    reading = _reading(bench, torch.ones(num_layers, 50, dtype=torch.int32))
+    decode = [engine_arm(b.engine(2, None, "ar"), bench.config.sampling) for b in (bench, reading)]
+    texts, same = (arm(bench.prompts[:4]).outputs for arm in decode)
+    assert texts == same
+    assert reading.target.stack is not bench.target.stack
+    with pytest.raises(ValueError, match="zip"):
+        _reading(bench, torch.ones(num_layers + 1, 50, dtype=torch.int32))
 
 
 def test_peers_decode_the_same_prompts(setting):
