@@ -42,8 +42,8 @@ NUM_RANKS = 32
 """K: candidates kept per position. A tree of 512 nodes seldom asks for more at one position."""
 
 PROJECTED_TOKENS = 256
-"""About how many context tokens are projected together: their features stay in a core's cache, and
-fewer take longer each."""
+"""About how many context tokens are projected together: more are no faster, fewer take longer each,
+and a backlog of many rows neither holds up a step for long nor needs memory for all its tokens."""
 
 
 class Blocks(NamedTuple):
