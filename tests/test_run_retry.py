@@ -23,21 +23,32 @@ LONG = (3, 4, 13, 20)
 """Rows whose prompts the first engine does not take."""
 
 PROGRAM = """
-import json, sys
+import json, sys, time
 from bastion_batch.cluster.run import run
 from bastion_batch.cluster.scripted import ScriptedEngines
 from bastion_batch.config import load_job
-file, max_context, step_seconds, retry = json.loads(sys.argv[1])
-engines = ScriptedEngines(max_batch=2, max_context=max_context, step_seconds=step_seconds)
-result = run(load_job(file), engines=engines, retry_failed=retry)
+file, max_context, max_units, retry = json.loads(sys.argv[1])
+begun = []
+def wait_after_max_units():
+    begun.append(1)
+    if max_units is not None and len(begun) > max_units:
+        time.sleep(600)
+engines = ScriptedEngines(max_batch=2, max_context=max_context)
+result = run(
+    load_job(file), engines=engines, retry_failed=retry, before_data=wait_after_max_units
+)
 print(result.num_outputs, result.num_failed)
 """
 
 
-def start(file, *, max_context=4096, step_seconds=0.0, retry=None):
-    """A driver in a process of its own, with engines that take prompts below this."""
+def start(file, *, max_context=4096, max_units=None, retry=None):
+    """A driver in a process of its own, with engines that take prompts below this.
+
+    After `max_units` its worker commits no more: it waits to be killed, and a worker that outlives
+    its driver for a moment cannot finish the job meanwhile.
+    """
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, json.dumps([str(file), max_context, step_seconds, retry])],
+        [sys.executable, "-c", PROGRAM, json.dumps([str(file), max_context, max_units, retry])],
         env=os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -78,7 +89,7 @@ def test_failed_rows_are_decoded_again_and_nothing_else_changes(tmp_path, capsys
     assert tuple(failed) == LONG
     assert main(["verify", str(output)]) == 0
 
-    interrupted = start(file, step_seconds=0.1, retry=[])
+    interrupted = start(file, max_units=1, retry=[])
     try:
         wait_until(lambda: num_answered(output) > NUM_ROWS - len(LONG), seconds=120)
     finally:

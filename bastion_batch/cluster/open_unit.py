@@ -7,6 +7,7 @@ safe, in the journal or in the unit's file: `acknowledged` says once which outco
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from bastion_batch.cluster.facts import facts_of
@@ -297,18 +298,12 @@ class OpenUnit:
         """
         data, steps = self._builder.tables()
         owner = self._owner
-        if self._retried is not None:
-            result = self._retried.replace(owner.store, owner.attempt, data, steps)
-        else:
-            result = commit_unit(
-                owner.store,
-                owner.plan,
-                self.number,
-                owner.attempt,
-                data,
-                steps,
-                before_data=before_data,
-            )
+        commit = (
+            partial(commit_unit, owner.store, owner.plan, self.number)
+            if self._retried is None
+            else partial(self._retried.replace, owner.store)
+        )
+        result = commit(owner.attempt, data, steps, before_data=before_data)
         return UnitSummary(self._num_outputs, self.num_failed, result.won)
 
 

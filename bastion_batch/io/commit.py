@@ -162,12 +162,14 @@ def replace_unit(
     steps: pa.Table | None,
     *,
     replaced: str,
+    before_data: Callable[[], None] | None = None,
 ) -> Commit:
     """Replace a committed unit whole, if its file still has the version `replaced`.
 
     The version is `Store.version` of the data file from before it was read. `steps` holds the
     records of all its rows: the new footer names this attempt's file alone. The old one stays,
-    for who still reads the old footer, until `remove_orphan_steps`.
+    for who still reads the old footer, until `remove_orphan_steps`. `before_data` as of
+    `commit_unit`.
 
     Raises:
         OSError: as `commit_unit`.
@@ -178,6 +180,8 @@ def replace_unit(
     def replace() -> Commit:
         if store.version(files.data_name) == replaced:
             _put_steps(store, files)
+            if before_data is not None:
+                before_data()
             if store.replace_if(files.data_name, files.data, replaced):
                 return Commit(won=True, attempt=attempt)
         return _settle(store, plan, files)

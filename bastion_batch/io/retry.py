@@ -5,7 +5,7 @@ answer keep it, with their steps, and the others get what came of them now. So a
 its file is no longer the chosen one, whoever replaced it, and a second try of it changes nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -93,9 +93,17 @@ class RetriedUnit(NamedTuple):
     steps: list[pa.Table]
 
     def replace(
-        self, output: Output, attempt: int, data: pa.Table, steps: pa.Table | None
+        self,
+        output: Output,
+        attempt: int,
+        data: pa.Table,
+        steps: pa.Table | None,
+        *,
+        before_data: Callable[[], None] | None = None,
     ) -> Commit:
         """Replace the unit by its kept rows and these, which are the ones decoded again.
+
+        `before_data` is called between the steps file and the data file.
 
         Raises:
             OSError: as `replace_unit`.
@@ -108,6 +116,7 @@ class RetriedUnit(NamedTuple):
             _merged(self.table, data),
             _merged_steps(self.steps, steps),
             replaced=self.version,
+            before_data=before_data,
         )
 
 
