@@ -290,17 +290,18 @@ def test_features_are_computed_once_and_kept_up_to_the_cap(tmp_path):
     target = tiny_target("llama", dtype=torch.float32)
     texts = [OwnText((5, 6), tuple(range(7, 7 + n))) for n in (3, 8, 4)]
     expected = tap_features(target, texts, (0, 2))
+    rounding = {"rtol": 1e-4, "atol": 1e-3}  # as many texts as are read together round together
     cap = 4 * 96 * (5 + 10)  # the first two texts
     store = FeatureStore(tmp_path, texts, target, (0, 2), cap)
     assert store.num_kept == 2
     for numbers in ([2, 0, 2], [0, 1, 2]):
         for number, features in zip(numbers, store.of(numbers), strict=True):
-            torch.testing.assert_close(features.taps_SF, expected[number])
+            torch.testing.assert_close(features.taps_SF, expected[number], **rounding)
     assert (tmp_path / "features.bin").stat().st_size == cap
     store.save()
     other = FeatureStore(tmp_path, texts, target, (0, 2), cap)
     assert other._known.all(), "known to the next run"
-    torch.testing.assert_close(other.of([1])[0].taps_SF, expected[1])
+    torch.testing.assert_close(other.of([1])[0].taps_SF, expected[1], **rounding)
 
 
 def test_next_tokens_are_the_targets_and_kept_beside_the_taps(tmp_path):
