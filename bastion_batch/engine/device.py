@@ -1,5 +1,6 @@
 """The device an engine runs on: which, in what dtype, and how fast."""
 
+import logging
 import platform
 import time
 from collections.abc import Callable
@@ -10,6 +11,8 @@ import torch
 
 from bastion_batch.core.devices import KNOWN_DEVICES, DeviceSpeed
 from bastion_batch.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 WARM_UPS = 2
 REPEATS = 3
@@ -32,13 +35,23 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of that name; ``auto``: bfloat16 where the device has units for it."""
-    if dtype != "auto":
-        return getattr(torch, dtype)
-    if device.type == "cuda":
-        return torch.bfloat16
-    has_units = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if has_units else torch.float32
+    """The dtype of that name; ``auto``: bfloat16 where the device has units for it.
+
+    Warns of a bfloat16 that was asked for and has none.
+    """
+    has_units = device.type == "cuda" or _cpu_has_bfloat16()
+    if dtype == "auto":
+        return torch.bfloat16 if has_units else torch.float32
+    if dtype == "bfloat16" and not has_units:
+        logger.warning(
+            "dtype bfloat16: %s has no units for it, so float32 is faster; `auto` takes it here",
+            device_name(device),
+        )
+    return getattr(torch, dtype)
+
+
+def _cpu_has_bfloat16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def device_name(device: torch.device) -> str:
