@@ -15,7 +15,7 @@ from torch import Tensor
 from bastion_batch.engine import Engine
 from bastion_batch.engine.attention import AttentionPlan, PassRow
 from bastion_batch.engine.drafters import DraftRow, Marginals
-from bastion_batch.engine.drafters.dflash import NUM_RANKS, DFlashDrafter
+from bastion_batch.engine.drafters.dflash import NUM_RANKS, OLDEST_TOKENS, DFlashDrafter
 from bastion_batch.engine.drafters.loading import load_drafter
 from bastion_batch.engine.drafters.pending import PLACES_PER_ROW
 from bastion_batch.engine.target import Target
@@ -132,9 +132,12 @@ def reference_logits(tensors: dict[str, Tensor], target: Target, features: Tenso
 
 
 def assert_marginals(
-    found: Marginals, row: int, logits: Tensor, depth: int, tolerance: float = 1e-5
+    found: Marginals, row: int, logits: Tensor, depth: int, tolerance: float = 1e-4
 ) -> None:
-    """The row's proposals are the reference's best, the mask token and what is deeper never."""
+    """The row's proposals are the reference's best, the mask token and what is deeper never.
+
+    The reference is of float64; angles of float32 are off by 5e-5 after 800 tokens.
+    """
     logits = logits[:depth].clone()
     logits[:, MASK] = -torch.inf
     expected = logits.log_softmax(-1)
@@ -279,6 +282,26 @@ def test_plain_steps_cost_no_projection(drafter):
         rows.observe({1: 1})
     assert drafter.num_pending(1) == PLACES_PER_ROW
     assert drafter._slots[1].length == 0
+
+
+def test_full_places_lose_their_oldest_tokens_alone(drafter, tensors, target):
+    """Rows about to be full are projected with the full one, the others not."""
+    rows = Rows(drafter)
+    rows.observe({1: PLACES_PER_ROW, 2: PLACES_PER_ROW - 1, 3: PLACES_PER_ROW // 2})
+    rows.observe({1: 1, 2: 1, 3: 1})
+    waiting = PLACES_PER_ROW + 1 - OLDEST_TOKENS
+    assert [drafter.num_pending(key) for key in (1, 2)] == [waiting, waiting - 1]
+    assert drafter.num_pending(3) == PLACES_PER_ROW // 2 + 1
+    rows.assert_drafts([3, 1, 2], tensors, target)
+
+
+@pytest.mark.parametrize("num_tokens", [PLACES_PER_ROW - 10, PLACES_PER_ROW, PLACES_PER_ROW + 1])
+def test_a_piece_of_prompt_beside_what_waits(drafter, tensors, target, num_tokens):
+    rows = Rows(drafter)
+    rows.observe({1: 30, 2: 5})
+    rows.observe({1: num_tokens, 2: 1})
+    assert drafter.num_pending(1) in (num_tokens, 0)
+    rows.assert_drafts([1, 2], tensors, target)
 
 
 def test_catching_up_can_be_done_ahead(drafter, tensors, target):

@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bastion_batch.engine.buckets import coarse, exact
-from bastion_batch.engine.drafters.pending import PLACES_PER_ROW, PendingTaps
+from bastion_batch.engine.drafters.pending import PLACES_PER_ROW, PendingTaps, in_batches
 
 NUM_FEATURES = 3
 proven = settings(derandomize=True, deadline=None, max_examples=60)
 actions = st.one_of(
-    st.tuples(st.just("put"), st.dictionaries(st.integers(0, 5), st.integers(0, 40), min_size=1)),
-    st.tuples(st.just("take"), st.lists(st.integers(0, 5), unique=True)),
+    st.tuples(st.just("put"), st.dictionaries(st.integers(0, 5), st.integers(0, 150), min_size=1)),
+    st.tuples(st.just("take"), st.dictionaries(st.integers(0, 5), st.integers(1, 200))),
     st.tuples(st.just("drop"), st.integers(0, 5)),
 )
 
@@ -34,10 +34,14 @@ def test_rows_get_back_what_was_put_by_for_them(steps):
             features = torch.tensor(tokens, dtype=torch.float32)[:, None].expand(-1, NUM_FEATURES)
             pending.put(list(counts), list(counts.values()), features)
         elif action == "take":
-            counts, features = pending.take(what, coarse)
-            expected = [waiting.pop(key, []) for key in what]
-            assert counts == [len(part) for part in expected]
-            tokens = [float(t) for part in expected for t in part]
+            oldest = {k: min(n, len(waiting.get(k, []))) for k, n in what.items()}
+            if not any(oldest.values()):
+                continue
+            counts, features = pending.take(oldest, coarse)
+            assert counts == list(oldest.values())
+            tokens = [float(t) for k, n in oldest.items() for t in waiting.get(k, [])[:n]]
+            for key, count in oldest.items():
+                del waiting.get(key, [])[:count]
             padding = tokens[-1:] * (coarse(len(tokens)) - len(tokens))
             assert features[:, 0].tolist() == tokens + padding
         else:
@@ -55,7 +59,8 @@ def test_places_are_used_again_without_end():
         pending.put([key], [2], torch.full((2, NUM_FEATURES), float(key)))
         pending.drop(key - 2)
     assert pending.held_bytes <= 4 * pending.bytes_per_row
-    assert pending.take([999, 998], exact).features_SF[:, 0].tolist() == [999, 999, 998, 998]
+    taken = pending.take({999: 2, 998: 2}, exact)
+    assert taken.features_SF[:, 0].tolist() == [999, 999, 998, 998]
 
 
 @proven
@@ -64,12 +69,10 @@ def test_places_are_used_again_without_end():
     st.integers(1, 3 * PLACES_PER_ROW),
 )
 def test_batches_hold_every_waiting_row_once_and_as_many_as_fit(counts, num_tokens):
-    pending = PendingTaps(NUM_FEATURES, torch.float32, torch.device("cpu"))
-    for key, count in enumerate(counts):
-        pending.put([key], [count], torch.zeros(count, NUM_FEATURES))
-    batches = list(pending.in_batches(range(len(counts)), num_tokens))
-    assert [key for batch in batches for key in batch] == [k for k, n in enumerate(counts) if n]
-    sizes = [sum(counts[key] for key in batch) for batch in batches]
+    batches = list(in_batches(dict(enumerate(counts)), num_tokens))
+    together = [row for batch in batches for row in batch.items()]
+    assert together == [(key, count) for key, count in enumerate(counts) if count]
+    sizes = [sum(batch.values()) for batch in batches]
     assert all(n <= num_tokens or len(b) == 1 for n, b in zip(sizes, batches, strict=True))
-    first_of_next = [counts[batch[0]] for batch in batches[1:]]
+    first_of_next = [next(iter(batch.values())) for batch in batches[1:]]
     assert all(n + more > num_tokens for n, more in zip(sizes, first_of_next, strict=False))

@@ -32,7 +32,7 @@ from bastion_batch.engine.drafters.dflash_files import (
     stack_config,
 )
 from bastion_batch.engine.drafters.head import BestIds, DraftHead
-from bastion_batch.engine.drafters.pending import PendingTaps
+from bastion_batch.engine.drafters.pending import PendingTaps, in_batches
 from bastion_batch.engine.linear import Linear
 from bastion_batch.engine.target import Target
 from bastion_batch.engine.transfer import to_device, to_host
@@ -44,6 +44,9 @@ NUM_RANKS = 32
 PROJECTED_TOKENS = 256
 """About how many context tokens are projected together: more are no faster, fewer take longer each,
 and a backlog of many rows neither holds up a step for long nor needs memory for all its tokens."""
+
+OLDEST_TOKENS = 64
+"""Projected of a row whose places are full; it may end before the others are needed."""
 
 
 class Blocks(NamedTuple):
@@ -155,12 +158,10 @@ class DFlashDrafter:
         features_SF = features_SF.to(self._dtype)
         for key, count in zip(keys, counts, strict=True):
             self.reserve(key, count)
-        full = [k for k, n in zip(keys, counts, strict=True) if not self._pending.has_room(k, n)]
-        if not full:
+        if all(map(self._pending.has_room, keys, counts)):
             self._pending.put(keys, counts, features_SF)
             return
-        # With the rows that will soon be full: few large projections are less work than many.
-        self.catch_up([k for k in keys if k in full or self._pending.is_half_full(k)])
+        self._make_room(keys, counts)
         parts = list(zip(keys, counts, features_SF.split(list(counts)), strict=True))
         short = [part for part in parts if self._pending.has_room(*part[:2])]
         for key, count, features in parts:
@@ -180,8 +181,25 @@ class DFlashDrafter:
 
     def catch_up(self, keys: Sequence[int]) -> None:
         """Project what was put by for some rows."""
-        for together in self._pending.in_batches(keys, PROJECTED_TOKENS):
-            self._project(together, *self._pending.take(together, self._bucket))
+        self._project_oldest({key: self._pending.num_tokens(key) for key in keys})
+
+    def _make_room(self, keys: Sequence[int], counts: Sequence[int]) -> None:
+        """Project the oldest tokens of the rows that have no room for so many more.
+
+        And of those that soon would have none: few large projections are less work than many.
+        """
+        pending, oldest = self._pending, {}
+        for key, count in zip(keys, counts, strict=True):
+            if not pending.has_room(key, count - OLDEST_TOKENS):
+                oldest[key] = pending.num_tokens(key)
+            elif not pending.has_room(key, count + OLDEST_TOKENS // 2):
+                oldest[key] = min(OLDEST_TOKENS, pending.num_tokens(key))
+        self._project_oldest(oldest)
+
+    def _project_oldest(self, counts: Mapping[int, int]) -> None:
+        """Project so many of the oldest tokens that were put by for some rows."""
+        for together in in_batches(counts, PROJECTED_TOKENS):
+            self._project(list(together), *self._pending.take(together, self._bucket))
 
     def _project(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
         """Fill every layer's keys and values of the next context tokens of some rows.
