@@ -304,6 +304,21 @@ def test_a_piece_of_prompt_beside_what_waits(drafter, tensors, target, num_token
     rows.assert_drafts([1, 2], tensors, target)
 
 
+def test_a_shared_prompt_is_projected_and_no_more(drafter, tensors, target):
+    rows = Rows(drafter)
+    rows.observe({1: 30})
+    for key, num_waiting in ((2, 18), (3, 10), (4, 10)):
+        num_shared = 30 - num_waiting
+        drafter.reserve(key, num_shared)
+        with torch.inference_mode():
+            drafter.share(1, key, num_shared)
+        rows.told[key] = rows.told[1][:num_shared]
+        assert drafter.num_pending(1) == num_waiting
+    rows.assert_drafts([2, 3, 4], tensors, target)
+    rows.observe({4: 3, 1: 1})
+    rows.assert_drafts([1, 4], tensors, target)
+
+
 def test_catching_up_can_be_done_ahead(drafter, tensors, target):
     rows = Rows(drafter)
     rows.observe({1: 5, 2: 6})

@@ -150,8 +150,9 @@ class DFlashDrafter:
 
     def share(self, source_key: int, key: int, num_tokens: int) -> None:
         """Copy the first context tokens of one row to another, newly reserved."""
-        self.catch_up([source_key])
-        self._cache.share(self._slots[source_key], self._slots[key], num_tokens)
+        source = self._slots[source_key]
+        self._project_oldest({source_key: max(0, num_tokens - source.length)})
+        self._cache.share(source, self._slots[key], num_tokens)
 
     def observe(self, keys: Sequence[int], counts: Sequence[int], features_SF: Tensor) -> None:
         """Put the taps of new context tokens by until `catch_up`, where there is room for them."""
