@@ -172,7 +172,7 @@ class KVCache:
         return self.budget is None or self.budget.allows(num_entries * self.bytes_per_token)
 
     def new_entries(self, num_entries: int) -> Tensor:
-        """Zeroed entries `[L, num_entries, 2, G, D]`.
+        """Entries `[L, num_entries, 2, G, D]` that hold anything: a slot's are zeroed as it opens.
 
         Raises:
             CacheFull: the budget or the device has no room for them.
@@ -181,7 +181,7 @@ class KVCache:
         if num_entries and not self.has_room(num_entries):
             raise CacheFull(self._shortage(num_entries))
         try:
-            return huge_pages.zeros(shape, self.dtype, self.device)
+            return huge_pages.empty(shape, self.dtype, self.device)
         except torch.OutOfMemoryError:
             raise CacheFull(self._shortage(num_entries)) from None
 

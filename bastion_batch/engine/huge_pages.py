@@ -50,8 +50,8 @@ def move_to_huge_pages(*models: object) -> int:
     return num_huge
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.zeros` in huge pages if on a CPU and large."""
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty` in huge pages if on a CPU and large."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     madvise = _madvise() if device.type == "cpu" else None
     if madvise is not None:
@@ -59,7 +59,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         first = -(-first // PAGE_BYTES) * PAGE_BYTES
         if last - first >= PAGE_BYTES:
             madvise(first, (last - first) // PAGE_BYTES * PAGE_BYTES, _MADV_HUGEPAGE)
-    return tensor.zero_()
+    return tensor
 
 
 @cache
