@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from bastion_batch.engine import kernels, sampling
 from bastion_batch.engine.kernels import argmax, has_argmax
-from bastion_batch.engine.linear import GatedLinear, Linear
+from bastion_batch.engine.linear import GatedLinear, Linear, is_reordered
 
 EPS = 1e-5
 
@@ -68,6 +68,22 @@ def test_they_suit_few_bfloat16_tokens_on_a_cpu():
     assert not kernels.suits(torch.empty(1, 8, dtype=torch.bfloat16, device="meta"))
 
 
+@pytest.fixture(params=["AVX2", "AVX512"])
+def capability(request, monkeypatch):
+    """What torch says that it uses of this CPU."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: request.param)
+    return request.param
+
+
+def test_float32_is_reordered_where_there_is_nothing_wider_than_avx2(capability):
+    cpu, meta = torch.device("cpu"), torch.device("meta")
+    assert is_reordered(torch.bfloat16, cpu)
+    assert is_reordered(torch.float32, cpu) is (capability == "AVX2")
+    assert not is_reordered(torch.float64, cpu)
+    assert not is_reordered(torch.bfloat16, meta)
+
+
+@pytest.mark.usefixtures("capability")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_products_and_what_follows_them(dtype):
     x, other = random(5, 48).to(dtype), random(5, 32).to(dtype)

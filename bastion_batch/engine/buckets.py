@@ -1,13 +1,15 @@
 """Numbers of tokens to which passes are padded, so that few shapes are ever computed.
 
-A captured graph is one per shape, and on a CPU oneDNN prepares a kernel for every shape of bfloat16
-product that it meets: the first pass of a size takes 15 to 40 ms longer, for a 135 M model, and its
-store of kernels holds what some 90 sizes need.
+A captured graph is one per shape, and on a CPU oneDNN prepares a kernel for every shape of product
+with weights in its layout that it meets: in bfloat16 the first pass of a size takes 15 to 40 ms
+longer, for a 135 M model, and its store of kernels holds what some 90 sizes need.
 """
 
 from collections.abc import Callable
 
 import torch
+
+from bastion_batch.engine.linear import is_reordered
 
 Bucket = Callable[[int], int]
 """From a number of tokens to that of the padded pass."""
@@ -38,4 +40,4 @@ def bucket_for(device: torch.device, dtype: torch.dtype) -> Bucket:
 
 def product_bucket_for(device: torch.device, dtype: torch.dtype) -> Bucket:
     """What suits matrix products that are never captured."""
-    return fine if device.type == "cpu" and dtype == torch.bfloat16 else exact
+    return fine if is_reordered(dtype, device) else exact
