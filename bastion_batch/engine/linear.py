@@ -84,7 +84,7 @@ def reordered(weight: Tensor) -> Tensor:
 
 
 def is_reordered(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether weights of this dtype are reordered on this device."""
+    """Whether `reordered` tries to on this device; where oneDNN declines, weights stay plain."""
     if device.type != "cpu":
         return False
     has_avx2_alone = torch.backends.cpu.get_cpu_capability() == "AVX2"
